@@ -1,0 +1,97 @@
+// Elementary functions of the CPU backend.
+//
+// Every function is branch-free scalar code over explicit fused multiply-adds, so that the compiler may run it in
+// vector lanes of any width (AVX2, AVX-512, NEON) without changing one bit: an FMA is exactly rounded everywhere, and
+// the build forbids contraction (-ffp-contract=off) and reassociation. Nothing here calls libm, whose results depend
+// on the host's instruction set.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace rlk {
+
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
+inline float float_of(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+
+// BF16 is stored as its 16 bits. Rounding is to nearest, ties to even; a NaN becomes the quiet NaN 0x7fc0, as in torch.
+using bf16 = uint16_t;
+inline float to_float(bf16 x) { return float_of(uint32_t(x) << 16); }
+inline float to_float(float x) { return x; }
+inline bf16 round_bf16(float x) {
+  uint32_t u = bits_of(x);
+  uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return bf16(x != x ? 0x7fc0u : rounded);
+}
+template <class T> inline T from_float(float x);
+template <> inline float from_float<float>(float x) { return x; }
+template <> inline bf16 from_float<bf16>(float x) { return round_bf16(x); }
+
+// 2**x for x in [-126, 127]; 0 below (also for -inf), +inf above 128, NaN for NaN. Relative error < 2e-7.
+// Degree-6 minimax-like Taylor polynomial of 2**f on [-1/2, 1/2], after subtracting the nearest integer.
+inline float exp2_f32(float x) {
+  const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to the nearest integer, left in the low bits
+  float clamped = x < -126.0f ? -126.0f : x;
+  clamped = clamped > 127.5f ? 127.5f : clamped;
+  float shifted = clamped + magic;
+  float f = clamped - (shifted - magic);
+  float p = 1.5403530393381609954e-4f;
+  p = __builtin_fmaf(p, f, 1.3333558146428443423e-3f);
+  p = __builtin_fmaf(p, f, 9.6181291076284771619e-3f);
+  p = __builtin_fmaf(p, f, 5.5504108664821579953e-2f);
+  p = __builtin_fmaf(p, f, 2.4022650695910071233e-1f);
+  p = __builtin_fmaf(p, f, 6.9314718055994530942e-1f);
+  p = __builtin_fmaf(p, f, 1.0f);
+  float r = float_of(bits_of(p) + (bits_of(shifted) << 23));
+  r = x < -126.0f ? 0.0f : r;
+  r = x >= 128.0f ? std::numeric_limits<float>::infinity() : r;
+  return x != x ? x : r;
+}
+
+// e**x: the integer part of x*log2(e) goes to the exponent, the remainder (two-part ln 2) to the polynomial of 2**f.
+// 0 below -87.3 (no denormal results). Relative error < 3e-7.
+inline float exp_f32(float x) {
+  const float magic = 12582912.0f, log2e = 1.44269504088896340736f;
+  const float ln2_hi = 0.693145751953125f, ln2_lo = 1.42860682030941723212e-6f;
+  float clamped = x < -87.3f ? -87.3f : x;
+  clamped = clamped > 88.7f ? 88.7f : clamped;
+  float shifted = __builtin_fmaf(clamped, log2e, magic);
+  float n = shifted - magic;
+  float r = __builtin_fmaf(-n, ln2_hi, clamped);
+  r = __builtin_fmaf(-n, ln2_lo, r);
+  float p = 1.3888888888888889e-3f;
+  p = __builtin_fmaf(p, r, 8.3333333333333333e-3f);
+  p = __builtin_fmaf(p, r, 4.1666666666666667e-2f);
+  p = __builtin_fmaf(p, r, 1.6666666666666667e-1f);
+  p = __builtin_fmaf(p, r, 0.5f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  p = __builtin_fmaf(p, r, 1.0f);
+  float e = float_of(bits_of(p) + (bits_of(shifted) << 23));
+  e = x < -87.3f ? 0.0f : e;
+  e = x > 88.7f ? std::numeric_limits<float>::infinity() : e;
+  return x != x ? x : e;
+}
+
+// Natural logarithm of a positive, finite, normal float, correctly rounded in nearly every case: computed in double
+// as 2*atanh((m-1)/(m+1)) + n*ln 2 with m in [sqrt(1/2), sqrt(2)). log(0) = -inf.
+inline float log_f32(float x) {
+  if (x == 0.0f) return kNegInf;
+  uint32_t u = bits_of(x);
+  int n = int((u - 0x3f3504f3u) >> 23);
+  n = (n & 0x100) ? n - 0x200 : n;  // sign-extend the 9-bit difference of exponents
+  double m = float_of(u - (uint32_t(n) << 23));
+  double s = (m - 1.0) / (m + 1.0), z = s * s;
+  double p = 1.0 / 15;
+  p = __builtin_fma(p, z, 1.0 / 13);
+  p = __builtin_fma(p, z, 1.0 / 11);
+  p = __builtin_fma(p, z, 1.0 / 9);
+  p = __builtin_fma(p, z, 1.0 / 7);
+  p = __builtin_fma(p, z, 1.0 / 5);
+  p = __builtin_fma(p, z, 1.0 / 3);
+  p = __builtin_fma(p, z, 1.0);
+  return float(__builtin_fma(2.0 * s, p, n * 0.69314718055994530942));
+}
+
+}  // namespace rlk

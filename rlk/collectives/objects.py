@@ -1,0 +1,20 @@
+"""Python objects over a communicator."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from rlk.collectives import Communicator
+
+
+def all_gather_object(comm: Communicator, value: Any, device: str = "cpu") -> list:
+    """Every rank's picklable `value`, in rank order."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = comm.all_gather(torch.tensor([len(data)], device=device)).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[:len(data)] = data
+    rows = comm.all_gather(padded.to(device)).cpu().numpy()
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,106 @@
+"""Starts one process per rank on this node, and turns their ends into one exit status.
+
+It does for `rlk run` what torchrun does on one node, with two differences that torchrun cannot be told: the status of
+the first rank that failed becomes ours (torchrun makes every failure 1), and SIGTERM reaches the ranks only when
+somebody sent it, so that a rank may take it for Slurm's pre-emption and save a checkpoint. When a rank fails, the
+others get some seconds to say what they saw, then they are killed. `torchrun bin/rlk.py` works as well.
+
+On several nodes, start it once on each under Slurm (launch/slurm/two-nodes.sbatch).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from rlk.config import LAUNCH, ROOT
+from rlk.doctor import check_rendezvous
+
+GRACE_SECONDS = 5.0  # from the first rank's failure until the others are killed
+POLL_SECONDS = 0.05
+MASTER_PORT = "29500"  # on several nodes, unless the environment has one; on one node a free port is taken
+
+
+def launch(arguments: Sequence[str], ranks_here: int, device: str) -> int:
+    """Run `rlk <arguments>` in `ranks_here` processes; returns the first failure's exit status, or 0.
+
+    A rank that a signal ended counts as 128 + signal, as in a shell.
+    """
+    check_rendezvous(os.environ)
+    common = rank_environment(os.environ, ranks_here, device)
+    first_rank = int(common["GROUP_RANK"]) * ranks_here
+    command = [sys.executable, "-m", "rlk.cli", *arguments]
+    ranks = [subprocess.Popen(command, env=common | {"RANK": str(first_rank + i), "LOCAL_RANK": str(i)})
+             for i in range(ranks_here)]
+
+    def forward(number: int, _frame: object) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+                # The terminal sends Ctrl-C to the ranks itself.
+                signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    try:
+        return supervise(ranks, first_rank)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def supervise(ranks: Sequence[subprocess.Popen], first_rank: int = 0) -> int:
+    """Wait for all processes, or for GRACE_SECONDS after the first failure; returns its status, or 0."""
+    status, deadline = 0, float("inf")
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        failed = [i for i, code in enumerate(codes) if code]
+        if failed and not status:
+            status, deadline = codes[failed[0]], time.monotonic() + GRACE_SECONDS
+            if status < 0:
+                status = 128 - status
+                name = signal.Signals(status - 128).name
+                print(f"error: rank {first_rank + failed[0]} was ended by {name}; stopping the others",
+                      file=sys.stderr, flush=True)
+        if None not in codes:
+            break
+        time.sleep(POLL_SECONDS)
+    return status
+
+
+def rank_environment(environ: Mapping[str, str], ranks_here: int, device: str) -> dict[str, str]:
+    """What every rank on this node inherits: torch's rendezvous, threads, and the device's launch/env file.
+
+    Whatever the user has set stays as it is, except for the ranks' own places.
+    """
+    nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    ours = load_env_file(device)
+    # Ranks share the cores; more threads than cores would wait for each other.
+    ours["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    if nodes == 1:
+        places = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    else:
+        places = {"GROUP_RANK": environ["SLURM_NODEID"], "MASTER_PORT": environ.get("MASTER_PORT", MASTER_PORT)}
+    places |= {"WORLD_SIZE": str(nodes * ranks_here), "LOCAL_WORLD_SIZE": str(ranks_here)}
+    return ours | dict(environ) | {"PYTHONPATH": ours["PYTHONPATH"]} | places
+
+
+def load_env_file(device: str) -> dict[str, str]:
+    """NAME=value lines of launch/env/<device>.env; # begins a comment."""
+    lines = (LAUNCH / "env" / f"{device}.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

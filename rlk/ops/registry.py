@@ -1,0 +1,114 @@
+"""Which code runs for an operator, and the record of what ran (the readback).
+
+Every operator has backends. In consistency mode only a backend that keeps the numerics contract may run; where there
+is none, the run stops. In native mode the plain PyTorch `reference` runs. Both modes count calls in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from rlk.errors import CheckFailed
+
+MODES = ("consistency", "native")
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class Backend:
+    """One implementation of one operator."""
+
+    op: str
+    name: str
+    function: Callable
+    contract: bool  # keeps the numerics contract
+    devices: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    calls: dict[tuple[str, torch.dtype], int] = field(default_factory=dict)
+
+    def serves(self, device: str, dtype: torch.dtype) -> bool:
+        return device in self.devices and dtype in self.dtypes
+
+
+class Registry:
+    """The operators' backends. One instance per process: `registry`."""
+
+    def __init__(self) -> None:
+        self.mode = "consistency"
+        self._backends: dict[str, list[Backend]] = {}
+        self._chosen: dict[tuple, Backend] = {}
+
+    def register(self, op: str, name: str, *, contract: bool, devices=("cpu",), dtypes=FLOATS) -> Callable:
+        """Decorator: make a function a backend of `op`. Earlier registrations are preferred."""
+
+        def add(function: Callable) -> Callable:
+            self._backends.setdefault(op, []).append(Backend(op, name, function, contract, devices, dtypes))
+            self._chosen.clear()
+            return function
+
+        return add
+
+    def set_mode(self, mode: str) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}, expected one of {MODES}")
+        self.mode = mode
+        self._chosen.clear()
+
+    def call(self, op: str, like: torch.Tensor, *args, **kwargs):
+        """Run `op` with the backend for `like`'s device and dtype, and count the call."""
+        key = (op, like.device.type, like.dtype)
+        backend = self._chosen.get(key)
+        if backend is None:
+            backend = self._chosen[key] = self._select(*key)
+        where = key[1:]
+        backend.calls[where] = backend.calls.get(where, 0) + 1
+        return backend.function(*args, **kwargs)
+
+    def _select(self, op: str, device: str, dtype: torch.dtype) -> Backend:
+        consistent = self.mode == "consistency"
+        fitting = [b for b in self._backends.get(op, []) if b.serves(device, dtype) and b.contract == consistent]
+        if fitting:
+            return fitting[0]
+        have = sorted({f"{b.name} ({'/'.join(b.devices)})" for b in self._backends.get(op, [])})
+        raise CheckFailed(
+            f"operator {op} has no {self.mode} backend for {dtype} on {device} (it has: {', '.join(have) or 'none'}); "
+            f"run on a device it serves, or with --mode {'native' if consistent else 'consistency'}"
+        )
+
+    def unserved(self, device: str, mode: str) -> list[str]:
+        """Operators that `call` would refuse on this device in that mode, whatever the dtype; sorted."""
+        return sorted(op for op, backends in self._backends.items()
+                      if not any(device in b.devices and b.contract == (mode == "consistency") for b in backends))
+
+    @contextmanager
+    def override(self, op: str, function: Callable) -> Iterator[None]:
+        """Replace every backend of `op` for the time of the block: how negative controls break one link."""
+        saved = self._backends[op]
+        self._backends[op] = [Backend(op, "override", function, c, ("cpu", "cuda")) for c in (True, False)]
+        self._chosen.clear()
+        try:
+            yield
+        finally:
+            self._backends[op] = saved
+            self._chosen.clear()
+
+    def readback(self) -> list[dict]:
+        """Rows {op, backend, device, dtype, contract, calls} for everything that ran, sorted."""
+        rows = [
+            dict(op=b.op, backend=b.name, device=device, dtype=str(dtype).removeprefix("torch."),
+                 contract=b.contract, calls=calls)
+            for backends in self._backends.values() for b in backends for (device, dtype), calls in b.calls.items()
+        ]
+        return sorted(rows, key=lambda row: (row["op"], row["backend"], row["dtype"]))
+
+    def reset_counts(self) -> None:
+        for backends in self._backends.values():
+            for backend in backends:
+                backend.calls.clear()
+
+
+registry = Registry()

@@ -1,0 +1,126 @@
+"""The memory plan: what one rank will hold, item by item, before anything is allocated.
+
+Legend: T tokens of a micro-batch on one rank, D hidden size, F intermediate, H query heads, G key/value heads (all of
+this rank), E head dim, V padded vocabulary, S page size, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlk.config import RunConfig
+from rlk.errors import UsageError
+from rlk.model.config import ModelConfig
+from rlk.model.qwen3 import parameter_specs
+from rlk.topology import Topology
+
+GIB = 1 << 30
+PROCESS_BYTES = GIB // 2  # Python, torch and the kernels, resident in each rank (measured: 0.4 GiB on a CPU)
+LOGIT_CHUNK = 1024  # rows whose logits exist at one time in scoring (rlk/ops/logprob.py)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that one rank needs, by item, and what it has."""
+
+    items: dict[str, int]
+    available: int
+    kv_pages: int  # pages of the KV cache: all that the run can use, or as many as memory_fraction allows
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    def check(self) -> None:
+        """Raise UsageError, with the sum, unless the plan fits."""
+        if self.total > self.available:
+            parts = " + ".join(f"{name} {gib(size)}" for name, size in self.items.items())
+            raise UsageError(
+                f"does not fit in memory: {parts} = {gib(self.total)} on each rank, but {gib(self.available)} is "
+                "available; raise --tp or --nproc, or lower --max-tokens-per-gpu or --memory-fraction")
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longest_prompt: int,
+                available: int) -> MemoryPlan:
+    """Plan one rank's memory; `available` is what it may use, in bytes, and `longest_prompt` is in tokens.
+
+    Raises UsageError when not even one sequence of full length fits in the KV pages; `MemoryPlan.check` judges the sum.
+    """
+    width = 2 if config.dtype == "bfloat16" else 4
+    parameters = local_parameters(model, topology.tp)
+    longest = longest_prompt + config.max_response_len
+    tokens = max(config.max_tokens_per_gpu, -(-longest // topology.cp))
+    items = {
+        "process": PROCESS_BYTES,
+        "weights": parameters * width,
+        "gradients (fp32)": parameters * 4,
+        "optimizer (fp32 master, two moments)": 12 * -(-parameters // (topology.dp * topology.cp)),
+    }
+    if config.kl_coef > 0:
+        items["reference model"] = parameters * width
+    if config.engine_tp != topology.tp:
+        items["engine's own weights"] = local_parameters(model, config.engine_tp) * width
+    items["activations"] = activation_bytes(config, model, topology, tokens, width)
+    rows = max(min(tokens, LOGIT_CHUNK), config.max_running)
+    items["logits"] = 4 * rows * 4 * model.padded_vocab  # fp32; the whole row is sorted in sampling, with its indices
+
+    page_bytes = 2 * model.num_layers * config.page_size * model.num_kv_heads // config.engine_tp * model.head_dim * width
+    pages_of_one = -(-longest // config.page_size)
+    wanted = pages_of_one * config.max_running
+    allowed = int(available * config.memory_fraction) // page_bytes
+    if allowed < pages_of_one:
+        raise UsageError(
+            f"one sequence of {longest} tokens needs {pages_of_one} KV pages of {page_bytes:,} bytes, but "
+            f"--memory-fraction {config.memory_fraction} of {gib(available)} holds {allowed}; raise it, raise "
+            "--rollout-tp, or lower --max-response-len")
+    pages = min(wanted, allowed)
+    items["KV pages"] = pages * page_bytes
+    return MemoryPlan(items, available, pages)
+
+
+def local_parameters(model: ModelConfig, tp: int) -> int:
+    """Elements of one tensor-parallel rank's shard."""
+    return sum(math.prod(spec.local_shape(tp)) for spec in parameter_specs(model))
+
+
+def activation_bytes(config: RunConfig, model: ModelConfig, topology: Topology, tokens: int, width: int) -> int:
+    """What one micro-batch keeps for its backward pass, an upper estimate.
+
+    A layer keeps its norms' inputs and outputs, qkv, heads, attention output, gate-up and SwiGLU, and two FP32 partial
+    sums; with recompute only the residual and its norm, plus one whole layer at a time (twice: its gradients).
+    """
+    D, F, E = model.hidden_size, model.intermediate_size // topology.tp, model.head_dim
+    H, G = model.num_heads // topology.tp, model.num_kv_heads // topology.tp
+    layer = tokens * (width * (4 * D + 2 * (H + 2 * G) * E + H * E + 3 * F) + 4 * 2 * D)
+    layer += 2 * tokens * topology.cp * G * E * width  # keys and values gathered over cp
+    if config.recompute:
+        return model.num_layers * tokens * 2 * D * width + 2 * layer
+    return (model.num_layers + 1) * layer
+
+
+def available_memory(device: str, ranks_here: int) -> int:
+    """Bytes that one rank may use: its GPU's free memory, or its share of this host's (or container's) free RAM."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    if limit is not None and used is not None:
+        free = min(free, limit - used)
+    return free // ranks_here
+
+
+def _number(path: Path) -> int | None:
+    """A cgroup's figure; None where there is no such file or no limit ("max")."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,124 @@
+"""Everything about a run that can be checked before weights are loaded or anything is written.
+
+Bad input ends here, with one line. `rlk plan` prints the outcome; `rlk run` does the same checks on rank 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlk.config import RunConfig
+from rlk.data.prompts import Example, load_prompts
+from rlk.data.rewards import find_reward
+from rlk.data.tokenizer import Tokenizer
+from rlk.doctor import check_rendezvous
+from rlk.errors import UsageError
+from rlk.model.config import ModelConfig
+from rlk.ops.registry import registry
+from rlk.plan import MemoryPlan, available_memory, gib, local_parameters, plan_memory
+from rlk.topology import Topology
+
+OPERATORS = ("adamw", "attention", "embedding", "gemm", "logprob", "norm", "sampler", "swiglu")
+EVIDENCE_BYTES_PER_TOKEN = 32  # an audited log-prob: id, both bit patterns, replicas
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the checks read on the way."""
+
+    model: ModelConfig
+    topology: Topology
+    tokenizer: Tokenizer
+    examples: list[Example]
+    memory: MemoryPlan
+
+
+def preflight(config: RunConfig, world: int, ranks_here: int) -> Preflight:
+    """Check a run of `world` ranks, `ranks_here` of them on this node; raises UsageError at the first fault.
+
+    In the order of cost: paths, shapes, software, data, memory, disk.
+    """
+    check_rendezvous(os.environ)
+    check_run_dir(config.run_dir)
+    model = ModelConfig.from_pretrained(config.model)
+    check_weight_files(Path(config.model))
+    topology = Topology.plan(world, 0, config.tp, config.cp, config.engine_tp, model)
+    check_operators(config.device, config.mode, ranks_here)
+    find_reward(config.reward)
+    tokenizer = Tokenizer(config.model)
+    if len(tokenizer) > model.padded_vocab:
+        raise UsageError(f"{config.model}: the tokenizer has {len(tokenizer)} tokens, but the model only "
+                         f"{model.vocab_size}; they are not of one checkpoint")
+    room = model.max_position - config.max_response_len
+    if room < 1:
+        raise UsageError(f"--max-response-len is {config.max_response_len}, but the model's context is "
+                         f"{model.max_position} tokens: lower it below that")
+    examples = load_prompts(config.prompts, tokenizer, config.prompt_key, config.answer_key, longest=room)
+    longest_prompt = max(len(example.tokens) for example in examples)
+    memory = plan_memory(config, model, topology, longest_prompt, available_memory(config.device, ranks_here))
+    memory.check()
+    check_disk(config, model)
+    return Preflight(model, topology, tokenizer, examples, memory)
+
+
+def check_run_dir(run_dir: str) -> None:
+    """A run never writes into another's evidence."""
+    path = Path(run_dir)
+    if run_dir and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"--run-dir {run_dir} exists and is not empty: give a new directory, nothing was overwritten")
+
+
+def check_weight_files(directory: Path) -> None:
+    """The checkpoint has its weight file, or every file that its index names."""
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            raise UsageError(f"{index} has no weight_map: fetch the checkpoint again") from None
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise UsageError(f"{directory} lacks {missing[0]} ({len(missing)} of {len(names)} weight files are missing): "
+                         "fetch the checkpoint again")
+
+
+def check_operators(device: str, mode: str, ranks_here: int) -> None:
+    """The device is there, once for each rank, and every operator serves it in this mode."""
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        if gpus < ranks_here:
+            raise UsageError(f"--device cuda with {ranks_here} ranks here, but torch sees {gpus} GPUs: lower --nproc, "
+                             "or use --device cpu")
+    if missing := unserved_operators(device, mode):
+        raise UsageError(f"this build has no {mode} backend on {device} for {len(missing)} operators "
+                         f"({missing[0]}, ...): use --device cpu")
+
+
+def unserved_operators(device: str, mode: str) -> list[str]:
+    """Operators without a backend for the device in this mode."""
+    for name in OPERATORS:
+        importlib.import_module(f"rlk.ops.{name}")
+    return registry.unserved(device, mode)
+
+
+def check_disk(config: RunConfig, model: ModelConfig) -> None:
+    """Room for the evidence, and for the trained model if it is to be saved."""
+    tokens = config.steps * config.rollout_batch_size * config.samples_per_prompt * config.max_response_len
+    needed = tokens * EVIDENCE_BYTES_PER_TOKEN
+    if config.save_model:
+        needed += local_parameters(model, 1) * (2 if config.dtype == "bfloat16" else 4)
+    folder = Path(config.run_dir or "runs").absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UsageError(f"disk too small: up to {gib(needed)} will be written below {folder}, where {gib(free)} is "
+                         "free; choose another --run-dir, or give --no-save-model")

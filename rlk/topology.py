@@ -1,0 +1,166 @@
+"""Who does what: ranks -> (dp, cp, tp) for training and (engine, rollout_tp) for rollout.
+
+Tensor parallelism is innermost, then context parallelism, then data parallelism:
+rank = (dp_rank * cp + cp_rank) * tp + tp_rank. An engine is rollout_tp consecutive ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from rlk.collectives import Communicator
+from rlk.collectives.factory import make_communicator
+from rlk.contract import VOCAB_TILES
+from rlk.errors import UsageError
+
+
+class ModelShape(Protocol):
+    """What of a model tensor parallelism divides (whole-model counts)."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of one rank. Rank lists hold global ranks, this one's among them, ascending."""
+
+    world: int
+    rank: int
+    dp: int
+    cp: int
+    tp: int
+    rollout_tp: int
+
+    @classmethod
+    def plan(cls, world: int, rank: int, tp: int, cp: int, rollout_tp: int = 0,
+             shape: ModelShape | None = None) -> Topology:
+        """Lay out `world` ranks (rollout_tp 0: as tp). Starts nothing. UsageError when the numbers do not fit."""
+        rollout_tp = rollout_tp or tp
+        _validate(world, tp, cp, rollout_tp, shape)
+        return cls(world, rank, world // (tp * cp), cp, tp, rollout_tp)
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank // self.tp % self.cp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // (self.tp * self.cp)
+
+    @property
+    def rollout_tp_rank(self) -> int:
+        return self.rank % self.rollout_tp
+
+    @property
+    def engine(self) -> int:
+        return self.rank // self.rollout_tp
+
+    @property
+    def engines(self) -> int:
+        return self.world // self.rollout_tp
+
+    @property
+    def leaves(self) -> int:
+        """Equal parts of K in every row-parallel GEMM: what makes its bits independent of TP."""
+        return max(self.tp, self.rollout_tp)
+
+    @property
+    def tp_ranks(self) -> list[int]:
+        """The ranks that share this rank's tokens and hold the other shards of the model."""
+        return _consecutive(self.rank, self.tp)
+
+    @property
+    def cp_ranks(self) -> list[int]:
+        """The ranks with the same shard that hold other parts of the same sequences."""
+        first = self.dp_rank * self.cp * self.tp + self.tp_rank
+        return list(range(first, first + self.cp * self.tp, self.tp))
+
+    @property
+    def grad_ranks(self) -> list[int]:
+        """All ranks with the same shard (dp x cp): gradients are summed and the optimizer is sharded over them."""
+        return list(range(self.tp_rank, self.world, self.tp))
+
+    @property
+    def engine_ranks(self) -> list[int]:
+        return _consecutive(self.rank, self.rollout_tp)
+
+
+@dataclass
+class Groups:
+    """This rank's communicators. Groups of the same ranks are one object: `rollout is tp` where their sizes agree."""
+
+    tp: Communicator
+    cp: Communicator
+    grad: Communicator
+    rollout: Communicator
+    world: Communicator
+
+    def close(self) -> None:
+        for communicator in (self.rollout, self.cp, self.grad, self.tp, self.world):
+            communicator.close()
+
+
+def connect(topology: Topology, device: str, mode: str, timeout_s: float) -> Groups:
+    """Join this rank's groups; every rank calls it. Starts torch.distributed from torchrun's environment if needed.
+
+    The groups are made one by one, not through a DeviceMesh, because a mesh cannot give its groups a time-out.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if topology.world > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
+    world = make_communicator(dist.group.WORLD if topology.world > 1 else None, device, mode, timeout_s)
+    made = {(tuple(range(topology.world)),): world}  # groups with the same ranks share one communicator
+
+    def join(name: str) -> Communicator:
+        lists = _partition(topology, name)
+        if lists not in made:
+            alone = len(lists[0]) == 1
+            group = None if alone else dist.new_subgroups_by_enumeration(lists, timeout=timeout)[0]
+            made[lists] = make_communicator(group, device, mode, timeout_s)
+        return made[lists]
+
+    return Groups(join("tp_ranks"), join("cp_ranks"), join("grad_ranks"), join("engine_ranks"), world)
+
+
+def _partition(topology: Topology, name: str) -> tuple[tuple[int, ...], ...]:
+    """Every rank's rank list of that name, each once: the groups into which it divides the world."""
+    everyone = (Topology(topology.world, rank, topology.dp, topology.cp, topology.tp, topology.rollout_tp)
+                for rank in range(topology.world))
+    return tuple(sorted({tuple(getattr(one, name)) for one in everyone}))
+
+
+def _consecutive(rank: int, size: int) -> list[int]:
+    first = rank // size * size
+    return list(range(first, first + size))
+
+
+def _validate(world: int, tp: int, cp: int, rollout_tp: int, shape: ModelShape | None) -> None:
+    for name, size in (("tp", tp), ("cp", cp), ("rollout-tp", rollout_tp)):
+        if size < 1:
+            raise UsageError(f"--{name} is {size}, expected at least 1")
+    for name, size in (("tp", tp), ("rollout-tp", rollout_tp)):
+        if size & (size - 1) or size > VOCAB_TILES:
+            raise UsageError(f"--{name} is {size}, expected a power of two up to {VOCAB_TILES}: partial sums are added "
+                             "in a balanced binary tree")
+    if world % (tp * cp):
+        raise UsageError(f"{world} ranks do not divide into --tp {tp} x --cp {cp}: start a multiple of {tp * cp} ranks")
+    if world % rollout_tp:
+        raise UsageError(f"{world} ranks do not divide into engines of --rollout-tp {rollout_tp}: start a multiple of "
+                         f"{rollout_tp} ranks")
+    if shape is None:
+        return
+    for name, size in (("tp", tp), ("rollout-tp", rollout_tp)):
+        for what, count in (("attention heads", shape.num_heads), ("key/value heads", shape.num_kv_heads),
+                            ("intermediate columns", shape.intermediate_size)):
+            if count % size:
+                raise UsageError(f"--{name} {size} does not divide the model's {count} {what}: choose a divisor")

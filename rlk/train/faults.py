@@ -1,0 +1,74 @@
+"""Negative controls: break one link between rollout and training on purpose, so that the audit must fail.
+
+A zero that cannot fail proves nothing. Each fault does what a real defect of its kind would do; the run must end with
+exit status 1 and name step, sample, position and both bit patterns. `rlk run --inject-fault NAME`.
+
+Legend: R scored rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from rlk.collectives import Communicator
+from rlk.errors import UsageError
+from rlk.model.qwen3 import Qwen3
+from rlk.ops.gemm import linear_fp32
+from rlk.ops.registry import registry
+
+FAULTS = {
+    "weight-bit": "flip one bit of one weight on the last rank, between rollout and training",
+    "kernel-order": "training sums K in another order in its column-parallel GEMMs",
+    "crossing-token": "training scores without the least likely token of each retained set (it crossed top-p)",
+    "temperature": "training scores at 1.25 x the sampling temperature",
+    "shift": "training's log-probs are one token late",
+}
+
+
+class Fault:
+    """The trainer's hooks; a Fault without a name does nothing."""
+
+    def __init__(self, name: str):
+        if name and name not in FAULTS:
+            raise UsageError(f"inject-fault is {name!r}, expected one of: {', '.join(FAULTS)}")
+        self.name = name
+
+    def after_rollout(self, model: Qwen3, last_rank: bool) -> None:
+        """"weight-bit": the top exponent bit of the first QKV weight, so that the change cannot be rounded away."""
+        if self.name == "weight-bit" and last_rank:
+            weight = model.parameters["layers.0.qkv"].detach()
+            bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
+            bits[0, 0] ^= 1 << (8 * weight.element_size() - 2)
+
+    def kernels(self) -> AbstractContextManager:
+        """"kernel-order": the second half of K before the first."""
+        return registry.override("linear", _halves_swapped) if self.name == "kernel-order" else nullcontext()
+
+    def temperature(self, temperature: float) -> float:
+        return temperature * 1.25 if self.name == "temperature" else temperature
+
+    def logprobs(self, logprob_R: torch.Tensor) -> torch.Tensor:
+        return logprob_R.roll(1) if self.name == "shift" else logprob_R
+
+    def support(self, support, hidden_RD: torch.Tensor, model: Qwen3, comm: Communicator, targets_R: torch.Tensor):
+        """"crossing-token": the CSR without each row's least likely id, unless that is the sampled token itself."""
+        if self.name != "crossing-token" or support is None:
+            return support
+        offsets, ids = support
+        local_RV = linear_fp32(hidden_RD.detach(), model.parameters["lm_head"].detach())
+        logits_RV = comm.all_gather(local_RV).transpose(0, 1).flatten(1)
+        keep = torch.ones(len(ids), dtype=torch.bool)
+        for row, target in enumerate(targets_R.tolist()):
+            begin, end = int(offsets[row]), int(offsets[row + 1])
+            least = begin + int(logits_RV[row, ids[begin:end].long()].argmin())
+            keep[least] = int(ids[least]) == target
+        kept_before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.long().cumsum(0)])
+        return kept_before[offsets], ids[keep]
+
+
+def _halves_swapped(x, w):
+    half = x.shape[-1] // 2
+    late = x[..., half:].float() @ w[:, half:].float().T
+    return (late + x[..., :half].float() @ w[:, :half].float().T).to(x.dtype)

@@ -1,0 +1,134 @@
+"""One rank of a run: agree with the others on what to do, then train.
+
+The ranks meet at the store of torch.distributed's env:// rendezvous (torchrun's, or rank 0's). Rank 0 checks the input
+and everybody hears its verdict, so bad input is one line and not one per rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlk.config import RunConfig, resolve
+from rlk.doctor import check_rendezvous
+from rlk.errors import CheckFailed, UsageError
+from rlk.preflight import preflight
+from rlk.profiles import default_profile
+
+JOIN_TIMEOUT = timedelta(minutes=10)  # rank 0 may be creating the tiny model, or tokenizing a long prompt file
+REPORT_SECONDS = 1.0  # rank 0 stays this long for the other ranks to see that it has reported the same error
+
+
+def run_rank(profile: str, command_line: Mapping[str, Any]) -> int:
+    """The whole life of this rank; returns its exit status. Errors of ours become one line on stderr."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        check_rendezvous(os.environ)
+    except UsageError as error:
+        if os.environ.get("LOCAL_RANK") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=JOIN_TIMEOUT))
+    try:
+        config, sources = agree(store, rank, world, propose(profile, command_line, world))
+        backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.PrefixStore("run", store), rank=rank, world_size=world,
+                                timeout=timedelta(seconds=config.timeout))
+        from rlk.train.trainer import run
+
+        return run(config, sources)
+    except (UsageError, CheckFailed) as error:
+        report(store, rank, world, error)
+        return error.exit_status
+
+
+def propose(profile: str, command_line: Mapping[str, Any], world: int) -> dict[str, Any]:
+    """This rank's reading of the options: {profile, config, sources}, or {error}."""
+    try:
+        name = profile or default_profile()
+        config, sources = resolve(name, command_line)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if config.nproc != here:
+            config, sources = replace(config, nproc=here), sources | {"nproc": "torchrun"}
+        if not profile and world % config.tp and sources["tp"].startswith("profile"):
+            # `torchrun --nproc-per-node 1 bin/rlk.py`: the profile is ours to fit, since nobody asked for it.
+            config, sources = replace(config, tp=1), sources | {"tp": f"fits {world} ranks"}
+    except UsageError as error:
+        return {"error": str(error)}
+    return {"profile": name, "config": asdict(config), "sources": sources}
+
+
+def agree(store: dist.Store, rank: int, world: int, mine: dict[str, Any]) -> tuple[RunConfig, dict[str, str]]:
+    """Every rank's configuration, checked by rank 0. Raises rank 0's UsageError on every rank."""
+    store.set(f"rlk/proposal/{rank}", json.dumps(mine))
+    if rank == 0:
+        try:
+            verdict = decide([json.loads(store.get(f"rlk/proposal/{i}")) for i in range(world)])
+        except UsageError as error:
+            verdict = {"error": str(error)}
+        store.set("rlk/verdict", json.dumps(verdict))
+    verdict = json.loads(store.get("rlk/verdict"))
+    if "error" in verdict:
+        raise UsageError(verdict["error"])
+    return RunConfig(**verdict["config"]), verdict["sources"]
+
+
+def decide(proposals: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's part: compare the ranks, name the run directory, create the demo's model, check all input."""
+    first = proposals[0]
+    for rank, other in enumerate(proposals):
+        if "error" in other:
+            raise UsageError(other["error"])
+        for name, value in first["config"].items():
+            if other["config"][name] != value:
+                raise UsageError(f"rank {rank} has {name} = {other['config'][name]!r}, but rank 0 has {value!r}: give "
+                                 "every node the same options, profile and RLK_* variables")
+    config, sources = RunConfig(**first["config"]), first["sources"]
+    if not config.run_dir:
+        name = time.strftime("%Y%m%d-%H%M%S-") + Path(first["profile"]).stem
+        config, sources = replace(config, run_dir=f"runs/{name}"), sources | {"run_dir": "date, time, profile"}
+    create_demo_input(config)
+    preflight(config, len(proposals), config.nproc)
+    return {"config": asdict(config), "sources": sources}
+
+
+def create_demo_input(config: RunConfig) -> None:
+    """Make the tiny model and its prompts when they are asked for by their default names and are not there yet."""
+    defaults = RunConfig()
+    if (config.model, config.prompts) == (defaults.model, defaults.prompts) and not Path(config.model).exists():
+        from rlk.model.tiny import create_tiny
+
+        directory = Path(config.model).parent
+        print(f"creating a tiny Qwen3 and its prompts in {directory} (once, under a minute)", flush=True)
+        create_tiny(directory)
+
+
+def report(store: dist.Store, rank: int, world: int, error: Exception) -> None:
+    """Print the error unless another rank has printed the same words."""
+    text = f"error: {error}" if isinstance(error, UsageError) else f"check failed: {error}"
+    key = "rlk/error/" + hashlib.sha256(text.encode()).hexdigest()
+    try:
+        first = store.add(key, 1) == 1
+    except RuntimeError:  # the store went away with rank 0
+        first = True
+    if first:
+        print(text, file=sys.stderr, flush=True)
+    if rank == 0:
+        _wait_for_others(store, key, world)
+
+
+def _wait_for_others(store: dist.Store, key: str, world: int) -> None:
+    """Keep the store, which may live in this process, until every rank has asked or REPORT_SECONDS have passed."""
+    deadline = time.monotonic() + REPORT_SECONDS
+    while store.add(key, 0) < world and time.monotonic() < deadline:
+        time.sleep(0.02)
