@@ -4,9 +4,14 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not bin/: `import rlk` must not find this file
 
-from rlk.cli import main
+def main() -> int:
+    # The checkout instead of bin/, where `import rlk` would find this file.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from rlk.cli import main
+
+    return main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

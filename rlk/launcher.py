@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from rlk.config import LAUNCH, ROOT
 from rlk.doctor import check_rendezvous
 
+RANK_COMMAND = [sys.executable, "-m", "rlk.cli"]
 GRACE_SECONDS = 5.0  # from the first rank's failure until the others are killed
 POLL_SECONDS = 0.05
 MASTER_PORT = "29500"  # on several nodes, unless the environment has one; on one node a free port is taken
@@ -34,9 +35,8 @@ def launch(arguments: Sequence[str], ranks_here: int, device: str) -> int:
     check_rendezvous(os.environ)
     common = rank_environment(os.environ, ranks_here, device)
     first_rank = int(common["GROUP_RANK"]) * ranks_here
-    command = [sys.executable, "-m", "rlk.cli", *arguments]
-    ranks = [subprocess.Popen(command, env=common | {"RANK": str(first_rank + i), "LOCAL_RANK": str(i)})
-             for i in range(ranks_here)]
+    places = [{"RANK": str(first_rank + i), "LOCAL_RANK": str(i)} for i in range(ranks_here)]
+    ranks = [subprocess.Popen([*RANK_COMMAND, *arguments], env=common | place) for place in places]
 
     def forward(number: int, _frame: object) -> None:
         for process in ranks:

@@ -72,9 +72,11 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
     rows = max(min(tokens, LOGIT_CHUNK), config.max_running)
     items["logits"] = 4 * rows * 4 * model.padded_vocab  # fp32; the whole row is sorted in sampling, with its indices
 
-    page_bytes = 2 * model.num_layers * config.page_size * model.num_kv_heads // config.engine_tp * model.head_dim * width
+    kv_heads = model.num_kv_heads // config.engine_tp
+    page_bytes = 2 * model.num_layers * config.page_size * kv_heads * model.head_dim * width
     pages_of_one = -(-longest // config.page_size)
-    wanted = pages_of_one * config.max_running
+    sequences = -(-config.rollout_batch_size // topology.engines) * config.samples_per_prompt
+    wanted = pages_of_one * min(sequences, config.max_running)
     allowed = int(available * config.memory_fraction) // page_bytes
     if allowed < pages_of_one:
         raise UsageError(

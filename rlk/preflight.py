@@ -45,8 +45,10 @@ def preflight(config: RunConfig, world: int, ranks_here: int) -> Preflight:
 
     In the order of cost: paths, shapes, software, data, memory, disk.
     """
-    check_rendezvous(os.environ)
-    check_run_dir(config.run_dir)
+    check_layout(config, world)
+    if not Path(config.model).is_dir():
+        raise UsageError(f"no model at {config.model}: expected a Hugging Face checkpoint directory; "
+                         "`rlk init-model build/tiny` makes a tiny one")
     model = ModelConfig.from_pretrained(config.model)
     check_weight_files(Path(config.model))
     topology = Topology.plan(world, 0, config.tp, config.cp, config.engine_tp, model)
@@ -66,6 +68,13 @@ def preflight(config: RunConfig, world: int, ranks_here: int) -> Preflight:
     memory.check()
     check_disk(config, model)
     return Preflight(model, topology, tokenizer, examples, memory)
+
+
+def check_layout(config: RunConfig, world: int) -> None:
+    """What needs no file of the model: where ranks meet, how they divide, where the evidence goes."""
+    check_rendezvous(os.environ)
+    Topology.plan(world, 0, config.tp, config.cp, config.engine_tp)
+    check_run_dir(config.run_dir)
 
 
 def check_run_dir(run_dir: str) -> None:

@@ -17,6 +17,8 @@ from rlk.collectives.factory import make_communicator
 from rlk.contract import VOCAB_TILES
 from rlk.errors import UsageError
 
+PATIENCE_S = 1800.0  # how long groups wait whose ranks do different work between two calls
+
 
 class ModelShape(Protocol):
     """What of a model tensor parallelism divides (whole-model counts)."""
@@ -91,6 +93,10 @@ class Topology:
         return list(range(self.tp_rank, self.world, self.tp))
 
     @property
+    def world_ranks(self) -> list[int]:
+        return list(range(self.world))
+
+    @property
     def engine_ranks(self) -> list[int]:
         return _consecutive(self.rank, self.rollout_tp)
 
@@ -113,23 +119,26 @@ class Groups:
 def connect(topology: Topology, device: str, mode: str, timeout_s: float) -> Groups:
     """Join this rank's groups; every rank calls it. Starts torch.distributed from torchrun's environment if needed.
 
+    Ranks of a TP, CP or engine group move in lockstep and wait timeout_s for each other. The gradient group and the
+    world wait PATIENCE_S: another engine's long tail, or rank 0 hashing a checkpoint, is no failure.
+
     The groups are made one by one, not through a DeviceMesh, because a mesh cannot give its groups a time-out.
     """
-    timeout = timedelta(seconds=timeout_s)
     if topology.world > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
-    world = make_communicator(dist.group.WORLD if topology.world > 1 else None, device, mode, timeout_s)
-    made = {(tuple(range(topology.world)),): world}  # groups with the same ranks share one communicator
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    made: dict[tuple, Communicator] = {}  # groups with the same ranks and patience share one communicator
 
-    def join(name: str) -> Communicator:
+    def join(name: str, wait_s: float) -> Communicator:
         lists = _partition(topology, name)
-        if lists not in made:
+        if (lists, wait_s) not in made:
             alone = len(lists[0]) == 1
-            group = None if alone else dist.new_subgroups_by_enumeration(lists, timeout=timeout)[0]
-            made[lists] = make_communicator(group, device, mode, timeout_s)
-        return made[lists]
+            group = None if alone else dist.new_subgroups_by_enumeration(lists, timeout=timedelta(seconds=wait_s))[0]
+            made[lists, wait_s] = make_communicator(group, device, mode, wait_s)
+        return made[lists, wait_s]
 
-    return Groups(join("tp_ranks"), join("cp_ranks"), join("grad_ranks"), join("engine_ranks"), world)
+    patient = max(timeout_s, PATIENCE_S)
+    return Groups(join("tp_ranks", timeout_s), join("cp_ranks", timeout_s), join("grad_ranks", patient),
+                  join("engine_ranks", timeout_s), join("world_ranks", patient))
 
 
 def _partition(topology: Topology, name: str) -> tuple[tuple[int, ...], ...]:

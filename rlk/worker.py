@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rlk.config import RunConfig, resolve
 from rlk.doctor import check_rendezvous
 from rlk.errors import CheckFailed, UsageError
-from rlk.preflight import preflight
+from rlk.preflight import check_layout, preflight
 from rlk.profiles import default_profile
 
 JOIN_TIMEOUT = timedelta(minutes=10)  # rank 0 may be creating the tiny model, or tokenizing a long prompt file
@@ -42,11 +42,11 @@ def run_rank(profile: str, command_line: Mapping[str, Any]) -> int:
     try:
         config, sources = agree(store, rank, world, propose(profile, command_line, world))
         backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.PrefixStore("run", store), rank=rank, world_size=world,
-                                timeout=timedelta(seconds=config.timeout))
+        dist.init_process_group(backend, store=dist.PrefixStore("run", store), rank=rank, world_size=world)
         from rlk.train.trainer import run
 
-        return run(config, sources)
+        run(config, sources)
+        return 0
     except (UsageError, CheckFailed) as error:
         report(store, rank, world, error)
         return error.exit_status
@@ -97,6 +97,7 @@ def decide(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     if not config.run_dir:
         name = time.strftime("%Y%m%d-%H%M%S-") + Path(first["profile"]).stem
         config, sources = replace(config, run_dir=f"runs/{name}"), sources | {"run_dir": "date, time, profile"}
+    check_layout(config, len(proposals))
     create_demo_input(config)
     preflight(config, len(proposals), config.nproc)
     return {"config": asdict(config), "sources": sources}

@@ -14,12 +14,12 @@ TINY_SHAPE = dict(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=
 
 
 def random_model(seed: int, dtype: torch.dtype = torch.float32, comm: Communicator | None = None, leaves: int = 1,
-                 **shape) -> Qwen3:
+                 shards: int = 1, **shape) -> Qwen3:
     """A Qwen3 of TINY_SHAPE (keywords replace its entries) with peaked, varied logits.
 
     The full weights depend on the seed alone: every rank and every layout cuts its shards from the same model.
     """
-    model = Qwen3(ModelConfig(**(TINY_SHAPE | shape)), dtype, "cpu", comm, leaves)
+    model = Qwen3(ModelConfig(**(TINY_SHAPE | shape)), dtype, "cpu", comm, leaves, shards)
     generator = torch.Generator().manual_seed(seed)
 
     def read(part: Part, region: tuple[slice, ...]) -> torch.Tensor:

@@ -4,12 +4,12 @@
 namespace rlk {
 namespace {
 
-constexpr int kSliceVectors = 256;  // query vectors of a task: they share one copy of each key block
+constexpr int kSliceVectors = 256;  // most query vectors of a task: they share one copy of each key block
 constexpr long kParallelWork = 1 << 16;  // multiply-adds below which starting threads costs more than it saves
 
 struct Shape { int H, G, E; };
 
-struct Task { int segment, first_row, rows, kv_head; };
+struct Task { int segment, first_row, rows, first_head, heads; };  // heads: kv heads
 
 // The softmax state of a task's vectors. o has E floats per vector.
 struct State {
@@ -24,14 +24,14 @@ struct State {
 // In place: a row of `visible` raw dot products becomes probabilities relative to the new maximum, zeros up to the
 // next multiple of 16. Updates m; returns the factor that brings the old state to the new maximum.
 template <class T> inline float softmax_row(float* row, int visible, float scale, float& m) {
-  int width = round_up(visible, kLanes);
+  int width = round_up(visible, kUnit);
   for (int j = 0; j < width; j++) row[j] = row[j] * scale;
   for (int j = visible; j < width; j++) row[j] = kNegInf;
-  Lanes largest = Lanes::load(row);
-  for (int j = kLanes; j < width; j += kLanes) largest = max(Lanes::load(row + j), largest);
-  float lane[kLanes], old = m, top = m;
-  largest.store(lane);
-  for (int i = 0; i < kLanes; i++) top = lane[i] > top ? lane[i] : top;
+  float largest[kUnit], old = m, top = m;  // a maximum is the same in any order
+  std::copy(row, row + kUnit, largest);
+  for (int j = kUnit; j < width; j += kUnit)
+    for (int i = 0; i < kUnit; i++) largest[i] = row[j + i] > largest[i] ? row[j + i] : largest[i];
+  for (int i = 0; i < kUnit; i++) top = largest[i] > top ? largest[i] : top;
   for (int j = 0; j < width; j++) row[j] = to_float(from_float<T>(exp2_f32(row[j] - top)));
   m = top;
   return old == top ? 1.0f : exp2_f32(old - top);
@@ -42,7 +42,7 @@ template <int MR, class T>
 inline void attend_tile(const float* q, const float* k_EJ, const float* v_JE, int E, float scale, const int* count,
                         float* o, float* m, float* l) {
   alignas(64) float p[MR][kBlock];
-  multiply_rows<MR>(q, E, 1, k_EJ, kBlock, E, p[0], kBlock, round_up(count[MR - 1], kLanes), false);
+  multiply_rows<MR>(q, E, 1, k_EJ, kBlock, E, p[0], kBlock, round_up(count[MR - 1], kUnit), false);
   for (int r = 0; r < MR; r++) {
     float factor = softmax_row<T>(p[r], count[r], scale, m[r]);
     if (factor == 1.0f) continue;
@@ -82,47 +82,60 @@ State state_in(std::vector<float>& buffer, int vectors, int E) {
   return {p, p + size_t(vectors) * E, p + size_t(vectors) * (E + 1)};
 }
 
+// The rows of a block are spread over memory: ask for all of them at once.
+template <class T> inline void prefetch(Rows<T> x, const long* row, int count, int head, int heads, int E) {
+  for (int j = 0; j < count; j++) {
+    auto line = reinterpret_cast<const char*>(x.at(row[j], head, E));
+    for (size_t byte = 0; byte < heads * E * sizeof(T); byte += 64) __builtin_prefetch(line + byte);
+  }
+}
+
 template <class T, class Keys>
 void run_task(const Task& task, const Segment& segment, Shape shape, Rows<T> q_rows, Rows<T> k_rows, Rows<T> v_rows,
               const Keys& keys, T* o_THE, float* lse_TH) {
-  const int E = shape.E, group = shape.H / shape.G, vectors = task.rows * group;
-  const long row0 = segment.row_start + task.first_row, head0 = long(task.kv_head) * group;
+  const int E = shape.E, group = shape.H / shape.G, vectors = task.rows * group, all_vectors = vectors * task.heads;
+  const long row0 = segment.row_start + task.first_row;
   const int position0 = segment.position_start + task.first_row, length = position0 + task.rows;
   const float scale = logit_scale(E);
   static thread_local Scratch scratch;
-  float* q = grown(scratch.q, size_t(vectors) * E);
+  float* q = grown(scratch.q, size_t(all_vectors) * E);
   float* k_EJ = grown(scratch.k, size_t(E) * kBlock);
   float* v_JE = grown(scratch.v, size_t(E) * kBlock);
-  State chunk = state_in(scratch.chunk, vectors, E);
-  State all = length > kChunk ? state_in(scratch.all, vectors, E) : chunk;
-  for (int i = 0; i < task.rows; i++)
-    copy_row(q_rows.at(row0 + i, head0, E), group * E, q + size_t(i) * group * E);
+  State chunk = state_in(scratch.chunk, all_vectors, E);
+  State all = length > kChunk ? state_in(scratch.all, all_vectors, E) : chunk;
+  auto query_head = [&](int g) { return long(task.first_head + g) * group; };
+  for (int g = 0; g < task.heads; g++)
+    for (int i = 0; i < task.rows; i++)
+      copy_row(q_rows.at(row0 + i, query_head(g), E), group * E, q + (size_t(g) * vectors + i * group) * E);
 
   for (int chunk0 = 0; chunk0 < length; chunk0 += kChunk) {
-    chunk.clear(vectors, E);
+    chunk.clear(all_vectors, E);
     for (int block0 = chunk0; block0 < std::min(chunk0 + kChunk, length); block0 += kBlock) {
       const int keys_here = std::min(kBlock, length - block0);
-      auto in = [&](Rows<T> rows) {
-        return [&, rows](int j) { return rows.at(keys.row(segment.source, block0 + j), task.kv_head, E); };
-      };
-      pack_transposed<T>(in(k_rows), keys_here, E, k_EJ);
-      pack_rows<T>(in(v_rows), keys_here, E, v_JE);
-      for (int i = std::max(0, block0 - position0) * group; i < vectors;) {
-        with_tile_rows(vectors - i, [&](auto rows) {
-          int count[rows];
-          for (int r = 0; r < rows; r++)
-            count[r] = std::min(position0 + (i + r) / group + 1 - block0, kBlock);
-          attend_tile<rows, T>(q + size_t(i) * E, k_EJ, v_JE, E, scale, count, chunk.o + size_t(i) * E, chunk.m + i,
-                               chunk.l + i);
-          i += rows;
-        });
+      long key_row[kBlock];
+      keys.rows(segment.source, block0, keys_here, key_row);
+      prefetch(k_rows, key_row, keys_here, task.first_head, task.heads, E);
+      prefetch(v_rows, key_row, keys_here, task.first_head, task.heads, E);
+      for (int g = 0; g < task.heads; g++) {
+        pack_transposed(k_rows, key_row, keys_here, task.first_head + g, E, k_EJ);
+        pack_rows(v_rows, key_row, keys_here, task.first_head + g, E, v_JE);
+        for (int i = std::max(0, block0 - position0) * group; i < vectors;) {
+          with_tile_rows(vectors - i, [&](auto rows) {
+            int count[rows];
+            for (int r = 0; r < rows; r++) count[r] = std::min(position0 + (i + r) / group + 1 - block0, kBlock);
+            const size_t at = size_t(g) * vectors + i;
+            attend_tile<rows, T>(q + at * E, k_EJ, v_JE, E, scale, count, chunk.o + at * E, chunk.m + at,
+                                 chunk.l + at);
+            i += rows;
+          });
+        }
       }
     }
-    if (length > kChunk) merge(chunk, all, vectors, E, chunk0 == 0);
+    if (length > kChunk) merge(chunk, all, all_vectors, E, chunk0 == 0);
   }
 
-  for (int i = 0; i < vectors; i++) {
-    long row = row0 + i / group, head = head0 + i % group;
+  for (int i = 0; i < all_vectors; i++) {
+    long row = row0 + i % vectors / group, head = query_head(i / vectors) + i % group;
     T* o = o_THE + (row * shape.H + head) * E;
     for (int e = 0; e < E; e++) o[e] = from_float<T>(all.o[size_t(i) * E + e] / all.l[i]);
     if (lse_TH) lse_TH[row * shape.H + head] = __builtin_fmaf(log_f32(all.l[i]), float(kLog2E), all.m[i]);
@@ -132,14 +145,17 @@ void run_task(const Task& task, const Segment& segment, Shape shape, Rows<T> q_r
 template <class T, class Keys>
 int attend(Rows<T> q, Rows<T> k, Rows<T> v, const Keys& keys, const Segment* segments, int n, Shape shape, T* o,
            float* lse) {
-  const int group = shape.H / shape.G, slice = std::max(1, kSliceVectors / group);
+  const int slice = std::max(1, kSliceVectors * shape.G / shape.H);
   std::vector<Task> tasks;
   long work = 0;
   for (int s = 0; s < n; s++) {
-    work += long(segments[s].row_count) * (segments[s].position_start + segments[s].row_count) * shape.H * shape.E;
-    for (int first = 0; first < segments[s].row_count; first += slice)
-      for (int g = 0; g < shape.G; g++)
-        tasks.push_back({s, first, std::min(slice, segments[s].row_count - first), g});
+    const int count = segments[s].row_count;
+    work += long(count) * (segments[s].position_start + count) * shape.H * shape.E;
+    // A short segment's task takes all kv heads, which lie side by side; else each task takes one.
+    const int heads = count * shape.H <= kSliceVectors && n >= omp_get_max_threads() ? shape.G : 1;
+    for (int first = 0; first < count; first += slice)
+      for (int head = 0; head < shape.G; head += heads)
+        tasks.push_back({s, first, std::min(slice, count - first), head, heads});
   }
 #pragma omp parallel for schedule(dynamic) if (work > kParallelWork)
   for (size_t i = 0; i < tasks.size(); i++)

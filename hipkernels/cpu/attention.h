@@ -24,18 +24,19 @@
 #include <vector>
 
 #include "cpu/common.h"
-#include "cpu/lanes.h"
+#include "cpu/simd.h"
 
 namespace rlk {
 
 constexpr int kBlock = 64, kChunk = 512;  // ATTENTION_BLOCK and ATTENTION_CHUNK in rlk/contract.py
 constexpr int kMaxHeadDim = 128;
+constexpr int kUnit = 16;  // columns that register tiles come in, whatever the host's vector width
 constexpr double kLog2E = 1.44269504088896340736;
 
 struct Segment { int32_t row_start, row_count, position_start, source; };
 
 inline bool good_heads(int H, int G, int E) {
-  return G > 0 && H > 0 && H % G == 0 && E > 0 && E % kLanes == 0 && E <= kMaxHeadDim;
+  return G > 0 && H > 0 && H % G == 0 && E > 0 && E % kUnit == 0 && E <= kMaxHeadDim;
 }
 
 // The segment's rows lie within q's T rows, and its source is one of `sources`.
@@ -51,19 +52,26 @@ inline bool good_tables(const Segment* segments, int n, long T, long U, const in
   });
 }
 
-// ---- where keys lie: row(source, j) is the row of the key and value at position j of `source`
+// ---- where keys lie: rows() gives the rows of the keys (and values) at `count` positions of `source` from `first`
 
 struct PackedKeys {
   const int32_t* starts;
-  long row(int source, int j) const { return long(starts[source]) + j; }
+  void rows(int source, int first, int count, long* row) const {
+    for (int j = 0; j < count; j++) row[j] = long(starts[source]) + first + j;
+  }
 };
 
 struct PagedKeys {
   const int32_t* block_table;
   long max_pages;
   int page_size;
-  long row(int source, int j) const {
-    return block_table[source * max_pages + j / page_size] * long(page_size) + j % page_size;
+  void rows(int source, int first, int count, long* row) const {
+    const int32_t* page = block_table + source * max_pages + first / page_size;
+    int slot = first % page_size;
+    for (int j = 0; j < count; j++, slot++) {
+      if (slot == page_size) page++, slot = 0;
+      row[j] = long(*page) * page_size + slot;
+    }
   }
 };
 
@@ -78,61 +86,100 @@ inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // ---- copies to FP32
 
-typedef float Float8 __attribute__((vector_size(32)));
-typedef uint32_t Uint8 __attribute__((vector_size(32)));
-typedef uint16_t Short8 __attribute__((vector_size(16)));
-
-inline Float8 load8(const float* p) { Float8 r; std::memcpy(&r, p, sizeof r); return r; }
-inline Float8 load8(const bf16* p) {
-  Short8 half;
-  std::memcpy(&half, p, sizeof half);
-  return (Float8)(__builtin_convertvector(half, Uint8) << 16);
+// n is a multiple of 16.
+template <class T> inline void copy_row(const T* __restrict from, int n, float* __restrict to) {
+  for (int i = 0; i < n; i += kUnit)
+    for (int x = 0; x < kUnit; x++) to[i + x] = to_float(from[i + x]);
 }
 
-template <class T> inline void copy_row(const T* from, int n, float* to) {
-  for (int i = 0; i < n; i++) to[i] = to_float(from[i]);
-}
-
-// to[e * kBlock + j] = rows[j][e] for 8 rows: an 8 x 8 transpose in registers per step.
-template <class T> inline void transpose8(const T* const rows[8], int E, float* to) {
-  for (int e = 0; e < E; e += 8) {
-    Float8 a[8], b[8];
-    for (int i = 0; i < 8; i++) a[i] = load8(rows[i] + e);
-    for (int i = 0; i < 8; i += 2) {  // pairs of rows
-      b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-      b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-    }
-    for (int i = 0; i < 8; i += 4)
-      for (int k = 0; k < 2; k++) {  // quadruples
-        a[i + k] = __builtin_shufflevector(b[i + k], b[i + k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-        a[i + k + 2] = __builtin_shufflevector(b[i + k], b[i + k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-      }
-    for (int k = 0; k < 4; k++) {
-      b[k] = __builtin_shufflevector(a[k], a[k + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-      b[k + 4] = __builtin_shufflevector(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-    for (int k = 0; k < 8; k++) std::memcpy(to + (e + k) * kBlock, &b[k], sizeof b[k]);
+// to[e * kBlock + i] = rows[i][e] for 8 rows.
+template <class T> inline void transpose_rows(const T* const (&rows)[8], int E, float* to) {
+#ifdef RLK_HAS_TRANSPOSE
+  for (int e = 0; e < E; e += 4) {
+    __m256 columns[4];
+    transpose_8x4(rows, e, columns);
+    for (int i = 0; i < 4; i++) _mm256_storeu_ps(to + (e + i) * kBlock, columns[i]);
   }
+#else
+  for (int e = 0; e < E; e++)
+    for (int i = 0; i < 8; i++) to[e * kBlock + i] = to_float(rows[i][e]);
+#endif
 }
 
-// `count` keys of one block, transposed: to[e * kBlock + j]; the columns up to the next multiple of 16 are zeros.
-template <class T, class RowOf> inline void pack_transposed(RowOf row_of, int count, int E, float* to) {
+// Head `head` of `count` rows of one block, transposed: to[e * kBlock + j]; columns up to a multiple of 16 are zeros.
+template <class T>
+inline void pack_transposed(Rows<T> x, const long* row, int count, int head, int E, float* to) {
   static const T zeros[kMaxHeadDim] = {};
-  for (int j = 0; j < round_up(count, kLanes); j += 8) {
+  for (int j = 0; j < round_up(count, kUnit); j += 8) {
     const T* rows[8];
-    for (int i = 0; i < 8; i++) rows[i] = j + i < count ? row_of(j + i) : zeros;
-    transpose8(rows, E, to + j);
+    for (int i = 0; i < 8; i++) rows[i] = j + i < count ? x.at(row[j + i], head, E) : zeros;
+    transpose_rows(rows, E, to + j);
   }
 }
 
-template <class T, class RowOf> inline void pack_rows(RowOf row_of, int count, int E, float* to) {
-  for (int j = 0; j < count; j++) copy_row(row_of(j), E, to + j * E);
+template <class T> inline void pack_rows(Rows<T> x, const long* row, int count, int head, int E, float* to) {
+  for (int j = 0; j < count; j++) copy_row(x.at(row[j], head, E), E, to + j * E);
 }
 
 // A buffer of this thread's that only grows, so that a call costs no allocation.
 inline float* grown(std::vector<float>& buffer, size_t n) {
   if (buffer.size() < n) buffer.resize(n);
   return buffer.data();
+}
+
+// ---- products, in register tiles
+
+// C[r][x] (+)= sum over i of A[r * a_row + i * a_step] * B[i * b_row + x], for MR rows and 16 * NU columns: one FP32
+// accumulator per element, i ascending, lanes across columns. With kSum, also sum[r] += A[r, i] in the same order.
+template <int MR, int NU, bool kSum>
+inline void multiply_tile(const float* a, long a_row, long a_step, const float* b, long b_row, int count, float* c,
+                          long c_row, bool accumulate, float* sum) {
+  constexpr int NV = NU * kUnit / kLanes;
+  Vec acc[MR][NV];
+  float total[MR];
+  for (int r = 0; r < MR; r++) {
+    if (kSum) total[r] = sum[r];
+    for (int w = 0; w < NV; w++) acc[r][w] = accumulate ? load(c + r * c_row + w * kLanes) : broadcast(0.0f);
+  }
+  for (int i = 0; i < count; i++, a += a_step, b += b_row) {
+    Vec columns[NV];
+    for (int w = 0; w < NV; w++) columns[w] = load(b + w * kLanes);
+    for (int r = 0; r < MR; r++) {
+      float value = a[r * a_row];
+      if (kSum) total[r] = total[r] + value;
+      for (int w = 0; w < NV; w++) acc[r][w] = fma(broadcast(value), columns[w], acc[r][w]);
+    }
+  }
+  for (int r = 0; r < MR; r++) {
+    if (kSum) sum[r] = total[r];
+    for (int w = 0; w < NV; w++) store(c + r * c_row + w * kLanes, acc[r][w]);
+  }
+}
+
+// multiply_tile over `width` columns, a multiple of 16. Few rows take more columns at once, to fill the FMA pipeline.
+template <int MR, bool kSum = false>
+inline void multiply_rows(const float* a, long a_row, long a_step, const float* b, long b_row, int count, float* c,
+                          long c_row, int width, bool accumulate, float* sum = nullptr) {
+  constexpr int NU = MR == 1 ? 4 : MR == 2 ? 2 : 1;
+  int x = 0;
+  auto step = [&](auto tile, int columns) {
+    tile(a, a_row, a_step, b + x, b_row, count, c + x, c_row, accumulate, sum);
+    x += columns;
+  };
+  if (kSum) {
+    if (width >= NU * kUnit) step(multiply_tile<MR, NU, true>, NU * kUnit);
+    else step(multiply_tile<MR, 1, true>, kUnit);
+  }
+  while (width - x >= NU * kUnit) step(multiply_tile<MR, NU, false>, NU * kUnit);
+  while (x < width) step(multiply_tile<MR, 1, false>, kUnit);
+}
+
+// Calls fn with an integral constant equal to min(rows, 4): the register tiles have 1 to 4 rows.
+template <class Fn> inline void with_tile_rows(int rows, Fn fn) {
+  if (rows >= 4) fn(std::integral_constant<int, 4>{});
+  else if (rows == 3) fn(std::integral_constant<int, 3>{});
+  else if (rows == 2) fn(std::integral_constant<int, 2>{});
+  else fn(std::integral_constant<int, 1>{});
 }
 
 inline float logit_scale(int E) { return float(kLog2E / std::sqrt(double(E))); }

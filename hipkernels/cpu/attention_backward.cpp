@@ -31,10 +31,10 @@ struct Vector { long row; int head, position; };
 struct Scratch { std::vector<float> dq, delta, tiles; std::vector<Vector> vectors; };
 
 template <class T> float dot16(const T* a, const T* b, int E) {
-  float partial[kLanes] = {};
-  for (int e = 0; e < E; e += kLanes)
-    for (int i = 0; i < kLanes; i++) partial[i] = __builtin_fmaf(to_float(a[e + i]), to_float(b[e + i]), partial[i]);
-  for (int width = kLanes / 2; width > 0; width /= 2)
+  float partial[kUnit] = {};
+  for (int e = 0; e < E; e += kUnit)
+    for (int i = 0; i < kUnit; i++) partial[i] = __builtin_fmaf(to_float(a[e + i]), to_float(b[e + i]), partial[i]);
+  for (int width = kUnit / 2; width > 0; width /= 2)
     for (int i = 0; i < width; i++) partial[i] = partial[i] + partial[i + width];
   return partial[0];
 }
@@ -49,7 +49,7 @@ inline void multiply(const float* a, long a_row, long a_step, const float* b, lo
     });
 }
 
-template <class T> void run_group(const Group& group, int kv_head, long key0, const Inputs<T>& in, Gradients<T> out) {
+template <class T> void run_group(const Group& group, int kv_head, PackedKeys keys, const Inputs<T>& in, Gradients<T> out) {
   const int E = in.E, share = in.H / in.G;
   static thread_local Scratch scratch;
   auto& vectors = scratch.vectors;
@@ -75,18 +75,19 @@ template <class T> void run_group(const Group& group, int kv_head, long key0, co
   const float scale = logit_scale(E), softmax_scale = float(1.0 / std::sqrt(double(E)));
 
   for (int block0 = 0; block0 < length; block0 += kBlock) {
-    const int keys = std::min(kBlock, length - block0);
-    auto rows_of = [&](Rows<T> rows) { return [=](int j) { return rows.at(key0 + block0 + j, kv_head, E); }; };
-    pack_transposed<T>(rows_of(in.k), keys, E, k_EJ);
-    pack_transposed<T>(rows_of(in.v), keys, E, v_EJ);
-    pack_rows<T>(rows_of(in.k), keys, E, k_JE);
-    std::fill(dk, dk + keys * E, 0.0f);
-    std::fill(dv, dv + keys * E, 0.0f);
+    const int count_J = std::min(kBlock, length - block0);
+    long key_row[kBlock];
+    keys.rows(group.segments->source, block0, count_J, key_row);
+    pack_transposed(in.k, key_row, count_J, kv_head, E, k_EJ);
+    pack_transposed(in.v, key_row, count_J, kv_head, E, v_EJ);
+    pack_rows(in.k, key_row, count_J, kv_head, E, k_JE);
+    std::fill(dk, dk + count_J * E, 0.0f);
+    std::fill(dv, dv + count_J * E, 0.0f);
     for (int first = 0; first < n; first += kVectorTile) {
       const int rows = std::min(kVectorTile, n - first);
       int seen = 0, count[kVectorTile];  // keys of this block that a vector sees; the most of the tile
       for (int i = 0; i < rows; i++) {
-        count[i] = std::clamp(vectors[first + i].position + 1 - block0, 0, keys);
+        count[i] = std::clamp(vectors[first + i].position + 1 - block0, 0, count_J);
         seen = std::max(seen, count[i]);
       }
       if (seen == 0) continue;
@@ -95,7 +96,7 @@ template <class T> void run_group(const Group& group, int kv_head, long key0, co
         copy_row(in.q.at(vector.row, vector.head, E), E, q + i * E);
         copy_row(in.d_out.at(vector.row, vector.head, E), E, d_out + i * E);
       }
-      const int width = round_up(seen, kLanes);
+      const int width = round_up(seen, kUnit);
       multiply(q, E, 1, k_EJ, kBlock, E, p, kBlock, rows, width, false);
       multiply(d_out, E, 1, v_EJ, kBlock, E, ds, kBlock, rows, width, false);
       for (int i = 0; i < rows; i++) {
@@ -111,9 +112,9 @@ template <class T> void run_group(const Group& group, int kv_head, long key0, co
       multiply(ds, 1, kBlock, q, E, rows, dk, E, seen, E, true);
       multiply(ds, kBlock, 1, k_JE, E, seen, dq + size_t(first) * E, E, rows, E, true);
     }
-    for (int j = 0; j < keys; j++)
+    for (int j = 0; j < count_J; j++)
       for (int e = 0; e < E; e++) {
-        long at = ((key0 + block0 + j) * in.G + kv_head) * E + e;
+        long at = (key_row[j] * in.G + kv_head) * E + e;
         out.dk_UGE[at] = from_float<T>(dk[j * E + e] * softmax_scale);
         out.dv_UGE[at] = from_float<T>(dv[j * E + e]);
       }
@@ -152,10 +153,8 @@ RLK_EXPORT int rlk_attention_varlen_backward(int dtype, const void* d_out, const
                     rows(out, long(H) * E), lse};
     Gradients<Real> gradients{static_cast<Real*>(dq), static_cast<Real*>(dk), static_cast<Real*>(dv)};
 #pragma omp parallel for schedule(dynamic)
-    for (long i = 0; i < long(groups.size()) * G; i++) {
-      const Group& group = groups[i / G];
-      run_group(group, int(i % G), starts[group.segments->source], in, gradients);
-    }
+    for (long i = 0; i < long(groups.size()) * G; i++)
+      run_group(groups[i / G], int(i % G), PackedKeys{starts}, in, gradients);
     return int(kOk);
   });
 }

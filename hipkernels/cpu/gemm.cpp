@@ -19,6 +19,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 #include "cpu/common.h"
@@ -34,10 +35,12 @@ constexpr int kTileCols = kTileVecs * kLanes;
 constexpr int kTileRows = kLanes == 16 ? 14 : 6;
 constexpr int kNarrowRows = 12;  // a half-width tile needs more rows to hide the latency of the FMA
 constexpr int kMostRows = std::max(kTileRows, kNarrowRows);
-constexpr Size kDepthBlock = 1024;         // a panel block of V then fits the second-level cache with the rows of S
-constexpr Size kRowBlock = 96;             // rows of S that a thread multiplies with one panel while it is near
-constexpr Size kPanelFloats = 1 << 20;     // most of V that is packed at a time: 4 MiB
-constexpr Size kSerialWork = 1 << 17;      // multiply-adds below which waking threads costs more than it saves
+constexpr Size kDepthBlock = 256;        // a panel of V then fits the first-level cache, a block of S the second
+constexpr Size kRowBlock = 192;          // rows of S that a thread multiplies with one panel while it is near
+constexpr Size kPanelFloats = 1 << 20;   // most of V that is packed at a time: 4 MiB
+constexpr Size kTokenChunk = 1024;       // tokens of dw's sum at a time, so that both packed operands stay in cache
+constexpr Size kPrefetchDepths = 32;     // strided reads are beyond the hardware's prefetching
+constexpr Size kSerialWork = 1 << 17;    // multiply-adds below which waking threads costs more than it saves
 
 Size ceil_div(Size a, Size b) { return (a + b - 1) / b; }
 Size round_up(Size a, Size b) { return ceil_div(a, b) * b; }
@@ -69,16 +72,18 @@ template <class T> struct Lanes { const T* data; Size col_stride, depth_stride; 
 // Where C goes: C(row, col) = data[row * row_stride + col * col_stride]. `accumulate`: start from what is there.
 template <class T> struct Output { T* data; Size row_stride, col_stride; bool accumulate; };
 
-// tile[r][c] += sum over d of S(r, d) * V(d, c). S is [row][d] with `s_stride` between rows, or panels [d][kTileRows].
+// tile(r, c) += sum over d of S(r, d) * V(d, c); a fresh tile starts at +0.0. Rows of the tile lie `tile_stride` apart.
+// S is [row][d] with `s_stride` between rows, or a panel [d][kTileRows].
 template <int kRows, int kVecs, bool kPanel>
-void multiply_tile(Size depth, const float* s, Size s_stride, const float* v, float* tile) {
+void multiply_tile(Size depth, const float* s, Size s_stride, const float* v, float* tile, Size tile_stride,
+                   bool fresh) {
   Vec acc[kRows][kVecs];
   const float* row[kRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    row[r] = kPanel ? s + r : s + r * s_stride;
+    row[r] = s + r * s_stride;
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) acc[r][j] = load(tile + (r * kVecs + j) * kLanes);
+    for (int j = 0; j < kVecs; ++j) acc[r][j] = fresh ? broadcast(0.0f) : load(tile + r * tile_stride + j * kLanes);
   }
   for (Size d = 0; d < depth; ++d) {
     Vec lanes[kVecs];
@@ -94,10 +99,10 @@ void multiply_tile(Size depth, const float* s, Size s_stride, const float* v, fl
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) store(tile + (r * kVecs + j) * kLanes, acc[r][j]);
+    for (int j = 0; j < kVecs; ++j) store(tile + r * tile_stride + j * kLanes, acc[r][j]);
 }
 
-using TileFunction = void (*)(Size, const float*, Size, const float*, float*);
+using TileFunction = void (*)(Size, const float*, Size, const float*, float*, Size, bool);
 
 // The micro-kernel for 1..sizeof...(R) rows.
 template <int kVecs, bool kPanel, size_t... R>
@@ -111,52 +116,72 @@ template <bool kPanel> TileFunction tile_function(int rows, bool narrow) {
   return tile_function<kTileVecs, kPanel>(rows, std::make_index_sequence<kTileRows>());
 }
 
-// Packs V's columns [col, col + cols) and depths [from, to) as [d][width], zeros beyond `cols`.
+// Packs V's columns [col, col + cols) into one panel [d][width], zeros beyond `cols`.
 template <class T>
-void pack_panel(const Lanes<T>& v, Size col, Size cols, Size width, Size from, Size to, float* panel) {
+void pack_panel(const Lanes<T>& v, Size col, Size cols, Size width, Size depth, float* panel) {
   const T* data = v.data + col * v.col_stride;
-  if (v.col_stride == 1) {
-    for (Size d = from; d < to; ++d, panel += width) {
-      const T* source = data + d * v.depth_stride;
-      for (Size c = 0; c < cols; ++c) panel[c] = to_float(source[c]);
-      for (Size c = cols; c < width; ++c) panel[c] = 0.0f;
-    }
-    return;
-  }
   Size c = 0;
 #ifdef RLK_HAS_TRANSPOSE
-  for (; c + 8 <= cols; c += 8) {
-    Size d = from;
-    for (; d + 8 <= to; d += 8) {
-      __m256 block[8];
-      for (int i = 0; i < 8; ++i) block[i] = load8(data + (c + i) * v.col_stride + d);
-      transpose8(block);
-      for (int i = 0; i < 8; ++i) _mm256_storeu_ps(panel + (d - from + i) * width + c, block[i]);
+  if (v.depth_stride == 1)
+    for (; c + 8 <= cols; c += 8) {
+      const T* row[8];
+      for (int i = 0; i < 8; ++i) row[i] = data + (c + i) * v.col_stride;
+      Size d = 0;
+      for (; d + 4 <= depth; d += 4) {
+        __m256 block[4];
+        transpose_8x4(row, d, block);
+        for (int i = 0; i < 4; ++i) _mm256_storeu_ps(panel + (d + i) * width + c, block[i]);
+      }
+      for (; d < depth; ++d)
+        for (int i = 0; i < 8; ++i) panel[d * width + c + i] = to_float(row[i][d]);
     }
-    for (; d < to; ++d)
-      for (int i = 0; i < 8; ++i) panel[(d - from) * width + c + i] = to_float(data[(c + i) * v.col_stride + d]);
-  }
 #endif
   for (; c < width; ++c)
-    for (Size d = from; d < to; ++d)
-      panel[(d - from) * width + c] = c < cols ? to_float(data[c * v.col_stride + d]) : 0.0f;
+    for (Size d = 0; d < depth; ++d)
+      panel[d * width + c] = c < cols ? to_float(data[c * v.col_stride + d * v.depth_stride]) : 0.0f;
 }
 
-// Packs `rows` rows of S and depths [from, to): panels [d][kTileRows] where rows are contiguous, else widened [row][d].
+// Packs V's columns [col, col + cols) into consecutive panels.
+template <class T> void pack_panels(const Lanes<T>& v, Size col, Size cols, Size depth, float* panels) {
+  Size c = 0;
+  if (v.col_stride == 1) {  // whole panels side by side: each row of V is read once, in long pieces
+    const Size whole = cols - cols % kTileCols;
+    for (Size d = 0; d < depth; ++d) {
+      const T* __restrict source = v.data + col + d * v.depth_stride;
+      float* __restrict target = panels + d * kTileCols;
+      for (c = 0; c < whole; c += kTileCols)
+        for (int i = 0; i < kTileCols; ++i) target[c * depth + i] = to_float(source[c + i]);
+    }
+    c = whole;
+  }
+  for (; c < cols; c += kTileCols) {
+    const Size count = std::min<Size>(kTileCols, cols - c);
+    pack_panel(v, col + c, count, count <= kTileCols / 2 ? kTileCols / 2 : kTileCols, depth, panels + c * depth);
+  }
+}
+
+// Floats from one panel [d][kTileRows] of S to the next. The padding keeps panels of 2^n depths out of one cache set.
+Size panel_stride(Size depth) { return kTileRows * depth + 16; }
+
+// Packs S's rows [row, row + rows) and depths [from, from + depth): in panels where rows are contiguous, else widened
+// as [row][d].
 template <class T>
-void pack_rows(const Broadcast<T>& s, Size row, Size rows, Size from, Size to, float* out) {
-  Size depth = to - from;
+void pack_rows(const Broadcast<T>& s, Size row, Size rows, Size from, Size depth, float* out) {
+  const T* data = s.data + row * s.row_stride + from * s.depth_stride;
   if (s.depth_stride == 1) {
     for (Size r = 0; r < rows; ++r)
-      for (Size d = 0; d < depth; ++d) out[r * depth + d] = to_float(s.data[(row + r) * s.row_stride + from + d]);
+      for (Size d = 0; d < depth; ++d) out[r * depth + d] = to_float(data[r * s.row_stride + d]);
     return;
   }
-  for (Size r = 0; r < rows; r += kTileRows) {
-    Size count = std::min<Size>(kTileRows, rows - r);
-    float* panel = out + r * depth;
-    for (Size d = 0; d < depth; ++d)
-      for (Size i = 0; i < count; ++i)
-        panel[d * kTileRows + i] = to_float(s.data[row + r + i + (from + d) * s.depth_stride]);
+  for (Size d = 0; d < depth; ++d) {
+    const T* __restrict source = data + d * s.depth_stride;
+    float* __restrict target = out + d * kTileRows;
+    const T* ahead = source + kPrefetchDepths * s.depth_stride;
+    for (Size i = 0; i < rows; i += Size(64 / sizeof(T))) __builtin_prefetch(ahead + i);
+    Size r = 0;
+    for (; r + kTileRows <= rows; r += kTileRows, target += panel_stride(depth))
+      for (int i = 0; i < kTileRows; ++i) target[i] = to_float(source[r + i]);
+    for (int i = 0; r + i < rows; ++i) target[i] = to_float(source[r + i]);
   }
 }
 
@@ -184,20 +209,22 @@ void write_tile(const Output<T>& out, Size row, Size rows, Size col, Size cols, 
 
 // C's rows [row, row + rows) and columns [col, col + cols), whose panels of V are packed at `panels`.
 template <class S, class O>
-void multiply_block(const Broadcast<S>& s, const Output<O>& out, Size row, Size rows, Size col, Size cols,
-                    Size depth, const float* panels) {
-  const bool by_panel = s.depth_stride != 1, in_place = !by_panel && sizeof(S) == sizeof(float);
-  const bool resting = depth > kDepthBlock;  // accumulators that rest in memory between depth blocks
-  const Size resting_rows = round_up(rows, kMostRows);
-  float* rest = resting ? tiles_space.floats(resting_rows * round_up(cols, kTileCols)) : nullptr;
+void multiply_block(const Broadcast<S>& s, const Output<O>& out, Size row, Size rows, Size col, Size cols, Size depth,
+                    const float* panels) {
+  const bool by_panel = s.depth_stride != 1;
+  const bool in_place = !by_panel && std::is_same_v<S, float>;
+  const bool direct = out.col_stride == 1 && std::is_same_v<O, float>;  // whole tiles live in C itself
+  const Size held_rows = round_up(rows, kMostRows);
+  // The other tiles of a deep product are held in memory between depth blocks.
+  float* held = depth > kDepthBlock ? tiles_space.floats(held_rows * round_up(cols, kTileCols)) : nullptr;
   alignas(64) float local[kMostRows * kTileCols];
-  for (Size from = 0; from < std::max<Size>(depth, 1); from += kDepthBlock) {
-    const Size to = std::min(from + kDepthBlock, depth);
-    const float* packed = nullptr;
+  for (Size from = 0; from == 0 || from < depth; from += kDepthBlock) {
+    const Size part = std::min(kDepthBlock, depth - from);
+    const bool first = from == 0, last = from + part == depth;
+    float* packed = nullptr;
     if (!in_place) {
-      float* space = rows_space.floats(round_up(rows, kTileRows) * kDepthBlock);
-      pack_rows(s, row, rows, from, to, space);
-      packed = space;
+      packed = rows_space.floats(ceil_div(rows, kTileRows) * panel_stride(kDepthBlock));
+      pack_rows(s, row, rows, from, part, packed);
     }
     for (Size c = 0; c < cols; c += kTileCols) {
       const Size count = std::min<Size>(kTileCols, cols - c);
@@ -207,20 +234,26 @@ void multiply_block(const Broadcast<S>& s, const Output<O>& out, Size row, Size 
       const float* panel = panels + c * depth + from * width;
       for (Size r = 0; r < rows; r += step) {
         const int height = int(std::min(step, rows - r));
-        float* tile = resting ? rest + c * resting_rows + r * width : local;
-        if (from == 0) {
-          std::memset(tile, 0, size_t(height * width) * sizeof(float));
-          if (out.accumulate) read_tile(out, row + r, height, col + c, count, width, tile);
+        const bool in_c = direct && count == width;
+        float* tile = held ? held + c * held_rows + r * width : local;
+        Size tile_stride = width;
+        if (in_c) {
+          tile = reinterpret_cast<float*>(out.data) + (row + r) * out.row_stride + col + c;
+          tile_stride = out.row_stride;
+        } else if (first && out.accumulate) {
+          read_tile(out, row + r, height, col + c, count, width, tile);
         }
+        const bool fresh = first && !out.accumulate;
         if (by_panel) {
-          tile_function<true>(height, narrow)(to - from, packed + r * (to - from), 0, panel, tile);
-        } else if (in_place) {
-          const float* first = reinterpret_cast<const float*>(s.data) + (row + r) * s.row_stride + from;
-          tile_function<false>(height, narrow)(to - from, first, s.row_stride, panel, tile);
+          tile_function<true>(height, narrow)(part, packed + r / kTileRows * panel_stride(part), 0, panel, tile, tile_stride,
+                                            fresh);
         } else {
-          tile_function<false>(height, narrow)(to - from, packed + r * (to - from), to - from, panel, tile);
+          const Size s_stride = in_place ? s.row_stride : part;
+          const float* s_rows =
+              in_place ? reinterpret_cast<const float*>(s.data) + (row + r) * s_stride + from : packed + r * part;
+          tile_function<false>(height, narrow)(part, s_rows, s_stride, panel, tile, tile_stride, fresh);
         }
-        if (to == depth) write_tile(out, row + r, height, col + c, count, width, tile);
+        if (last && !in_c) write_tile(out, row + r, height, col + c, count, width, tile);
       }
     }
   }
@@ -232,16 +265,14 @@ void multiply(const Broadcast<S>& s, const Lanes<V>& v, const Output<O>& out, Si
   const Size cols_at_a_time = std::max<Size>(kPanelFloats / std::max<Size>(depth, 1) / kTileCols, 1) * kTileCols;
   const Size row_blocks = ceil_div(ceil_div(rows, threads), kRowBlock) * threads;
   const Size block = round_up(ceil_div(rows, row_blocks), kTileRows);
+  const Size pack_cols = v.col_stride == 1 ? 4 * kTileCols : kTileCols;
   float* panels = panels_space.floats(std::min(round_up(cols, kTileCols), cols_at_a_time) * depth);
 #pragma omp parallel num_threads(threads)
   for (Size col = 0; col < cols; col += cols_at_a_time) {
     const Size part = std::min(cols_at_a_time, cols - col);
 #pragma omp for schedule(static)
-    for (Size c = 0; c < part; c += kTileCols) {
-      const Size count = std::min<Size>(kTileCols, part - c);
-      const Size width = count <= kTileCols / 2 ? kTileCols / 2 : kTileCols;
-      pack_panel(v, col + c, count, width, 0, depth, panels + c * depth);
-    }
+    for (Size c = 0; c < part; c += pack_cols)
+      pack_panels(v, col + c, std::min(pack_cols, part - c), depth, panels + c * depth);
 #pragma omp for schedule(static)
     for (Size row = 0; row < rows; row += block)
       multiply_block(s, out, row, std::min(block, rows - row), col, part, depth, panels);
@@ -251,35 +282,50 @@ void multiply(const Broadcast<S>& s, const Lanes<V>& v, const Output<O>& out, Si
 #ifdef RLK_HAS_TRANSPOSE
 
 constexpr Size kVectorRows = 4;  // rows of x up to which transposing w in registers beats idle lanes
+constexpr int kBlocks = 2;       // blocks of 8 rows of w at a time: more would outrun the hardware's prefetching
 
 // y[m][n .. n + 8 * kBlocks) for kM rows of x: lanes over n. Rows of w beyond `last` repeat it and are not stored.
-template <int kM, int kBlocks, class T, class O>
+template <int kM, class T, class O>
 void vector_block(const T* x, const T* w, O* y, Size n, Size last, Size depth, Size x_stride, Size w_stride,
                   Size y_stride) {
   __m256 acc[kM][kBlocks];
-  for (int m = 0; m < kM; ++m)
-    for (int b = 0; b < kBlocks; ++b) acc[m][b] = _mm256_setzero_ps();
   const T* row[kBlocks][8];
-  for (int b = 0; b < kBlocks; ++b)
+#pragma GCC unroll 4
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma GCC unroll 4
+    for (int m = 0; m < kM; ++m) acc[m][b] = _mm256_setzero_ps();
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) row[b][i] = w + std::min(n + b * 8 + i, last) * w_stride;
+  }
   Size d = 0;
-  for (; d + 8 <= depth; d += 8)
+  for (; d + 4 <= depth; d += 4) {
+    if (d % 16 == 0) {  // a cache line of each of the next rows
+      const T* next = w + (n + 8 * kBlocks) * w_stride + d;
+      for (int i = 0; i < 8 * kBlocks; ++i) _mm_prefetch(reinterpret_cast<const char*>(next + i * w_stride), _MM_HINT_T0);
+    }
+#pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
-      __m256 block[8];
-      for (int i = 0; i < 8; ++i) block[i] = load8(row[b][i] + d);
-      transpose8(block);
-      for (int i = 0; i < 8; ++i)
+      __m256 block[4];
+      transpose_8x4(row[b], d, block);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
         for (int m = 0; m < kM; ++m)
           acc[m][b] = _mm256_fmadd_ps(_mm256_set1_ps(to_float(x[m * x_stride + d + i])), block[i], acc[m][b]);
     }
+  }
   for (; d < depth; ++d)
+#pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
       float lanes[8];
       for (int i = 0; i < 8; ++i) lanes[i] = to_float(row[b][i][d]);
+#pragma GCC unroll 4
       for (int m = 0; m < kM; ++m)
         acc[m][b] = _mm256_fmadd_ps(_mm256_set1_ps(to_float(x[m * x_stride + d])), _mm256_loadu_ps(lanes), acc[m][b]);
     }
+#pragma GCC unroll 4
   for (int m = 0; m < kM; ++m)
+#pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
       float lanes[8];
       _mm256_storeu_ps(lanes, acc[m][b]);
@@ -291,10 +337,9 @@ void vector_block(const T* x, const T* w, O* y, Size n, Size last, Size depth, S
 template <int kM, class T, class O>
 void multiply_vectors(const T* x, const T* w, O* y, Size N, Size depth, Size x_stride, Size w_stride,
                       Size y_stride) {
-  constexpr int kBlocks = kM == 1 ? 4 : 2;  // enough independent chains to hide the latency of the FMA
 #pragma omp parallel for schedule(static) if (kM * N * depth >= kSerialWork)
   for (Size n = 0; n < N; n += 8 * kBlocks)
-    vector_block<kM, kBlocks>(x, w, y, n, N - 1, depth, x_stride, w_stride, y_stride);
+    vector_block<kM>(x, w, y, n, N - 1, depth, x_stride, w_stride, y_stride);
 }
 
 #endif
@@ -374,8 +419,9 @@ RLK_EXPORT int rlk_gemm_dw(const void* dy, const void* x, float* dw, Size M, Siz
   using namespace rlk;
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    multiply(Broadcast<T>{static_cast<const T*>(dy), 1, N}, Lanes<T>{static_cast<const T*>(x), 1, K},
-             Output<float>{dw, K, 1, true}, N, K, M);
+    for (Size m = 0; m < M; m += kTokenChunk)
+      multiply(Broadcast<T>{static_cast<const T*>(dy) + m * N, 1, N}, Lanes<T>{static_cast<const T*>(x) + m * K, 1, K},
+               Output<float>{dw, K, 1, true}, N, K, std::min(kTokenChunk, M - m));
     return int(kOk);
   });
 }

@@ -11,12 +11,12 @@
 // Threads split rows only.
 #include <algorithm>
 
-#include "cpu/common.h"
+#include "cpu/logits.h"
 
 namespace rlk {
 namespace {
 
-constexpr long kLanes = 16, kMaxTiles = 64;
+constexpr long kMaxTiles = 64;
 constexpr long kParallelWork = 1 << 14;  // elements below which a second thread costs more than it saves
 
 struct State {
@@ -27,37 +27,16 @@ struct Score {
   float logprob, entropy, lse;
 };
 
-// -0.0 becomes +0.0, as it does when ranks add up their picked logits.
-inline float scaled(float logit, float inv_t) { return (logit + 0.0f) * inv_t; }
-
 inline float tree_sum(float* lane) {
   for (long half = kLanes / 2; half > 0; half /= 2)
     for (long l = 0; l < half; ++l) lane[l] += lane[l + half];
   return lane[0];
 }
 
-// Calls fn(block) for every 16 logits of the run; the last block is filled up with -inf, which adds exactly zero.
-template <class Fn> inline void for_blocks(const float* logits, long count, Fn fn) {
-  long i = 0;
-  for (; i + kLanes <= count; i += kLanes) fn(logits + i);
-  if (i == count) return;
-  float last[kLanes];
-  for (long l = 0; l < kLanes; ++l) last[l] = i + l < count ? logits[i + l] : kNegInf;
-  fn(last);
-}
-
 State state_of(const float* logits, long count, float inv_t) {
-  float top[kLanes], sum[kLanes] = {}, weighted[kLanes] = {};
-  for (long l = 0; l < kLanes; ++l) top[l] = kNegInf;
-  for_blocks(logits, count, [&](const float* block) {
-    for (long l = 0; l < kLanes; ++l) {
-      const float x = scaled(block[l], inv_t);
-      top[l] = x > top[l] ? x : top[l];
-    }
-  });
-  float max = top[0];
-  for (long l = 1; l < kLanes; ++l) max = top[l] > max ? top[l] : max;
+  const float max = max_of(logits, count, inv_t);
   const float shift = max == kNegInf ? 0.0f : max;  // a run without a finite logit: every e is zero, not exp(NaN)
+  float sum[kLanes] = {}, weighted[kLanes] = {};
   for_blocks(logits, count, [&](const float* block) {
     for (long l = 0; l < kLanes; ++l) {
       const float x = scaled(block[l], inv_t), e = exp_f32(x - shift);
@@ -83,6 +62,12 @@ Score merge(const State* tiles, long count, float target_logit, float inv_t) {
     all.weighted = __builtin_fmaf(tiles[i].weighted, scale[i], all.weighted);
   }
   return finish(all, target_logit, inv_t);
+}
+
+// out = -scale * exp(x - lse), by value, so that stores to `out` cannot alias what is read.
+template <class T>
+void backward_row(const float* __restrict logits, long count, float inv_t, float scale, float lse, T* __restrict out) {
+  for (long j = 0; j < count; ++j) out[j] = from_float<T>(-scale * exp_f32(scaled(logits[j], inv_t) - lse));
 }
 
 // scores is [3, rows]: logprob, entropy, lse.
@@ -163,7 +148,7 @@ RLK_EXPORT int rlk_tile_stats_backward(const float* logits, int64_t rows, int64_
       const float scale = grad[r] * inv_t, row_lse = lse[r];
       const float* row = logits + r * columns;
       T* out = static_cast<T*>(dlogits) + r * columns;
-      for (int64_t j = 0; j < valid; ++j) out[j] = from_float<T>(-scale * exp_f32(scaled(row[j], inv_t) - row_lse));
+      backward_row(row, valid, inv_t, scale, row_lse, out);
       std::fill(out + valid, out + columns, T{});
       const int64_t target = targets[r] - first_id;
       if (target >= 0 && target < valid)

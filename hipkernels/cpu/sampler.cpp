@@ -1,18 +1,18 @@
 // Drawing tokens (ops/sampler.py has the rule).
 //
-// Layout: logits [rows, columns] FP32; ids >= valid do not exist. A value's KEY is its FP32 bits mapped so that unsigned
-// order is numeric order; key << 32 | id orders a row by (value, id). A retained set is everything at or above one such
-// pair, its CUT, so that it is found once (rlk_retained_cut), sized, and then written and drawn from (rlk_draw).
+// Layout: logits [rows, columns] FP32; ids >= valid do not exist. A value's KEY is its FP32 bits mapped so that
+// unsigned order is numeric order; the PAIR key << 32 | id orders a row by (value, id). A retained set is everything at
+// or above one pair, its CUT: so it is found once (rlk_retained_cut), sized, and then written and drawn from (rlk_draw).
 //
-// Order: sums run in double over ascending (value, id) for the nucleus and over ascending ids for the draw. Threads
-// split rows only; a row never looks at another one.
+// Order: sums run in double over ascending pairs for the nucleus and over ascending ids for the draw. Threads split
+// rows only; a row never looks at another one.
 #include <algorithm>
 #include <array>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "cpu/common.h"
+#include "cpu/logits.h"
 #include "philox.h"
 
 namespace rlk {
@@ -20,28 +20,22 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// -0.0 becomes +0.0: they are equal values, so that only the id may order them.
-inline float scaled(float logit, float inv_t) { return (logit + 0.0f) * inv_t; }
-
+// Without branches: the signs of a row's logits are as good as random.
 inline uint64_t pair_of(float x, uint64_t id) {
-  const uint32_t u = bits_of(x);
-  return uint64_t(u & 0x80000000u ? ~u : u | 0x80000000u) << 32 | id;
+  const uint32_t u = bits_of(x), key = u ^ (uint32_t(int32_t(u) >> 31) | 0x80000000u);
+  return uint64_t(key) << 32 | id;
 }
 
 inline float value_of(uint64_t pair) {
   const uint32_t key = uint32_t(pair >> 32);
-  return float_of(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+  return float_of(key ^ (uint32_t(int32_t(~key) >> 31) | 0x80000000u));
 }
 
 // The largest x of a row; NaN if the row holds a NaN, a +inf or nothing finite.
 float row_max(const float* row, long valid, float inv_t) {
-  float max = kNegInf;
   int bad = 0;
-  for (long i = 0; i < valid; ++i) {
-    const float x = scaled(row[i], inv_t);
-    bad |= !(x < kInf);
-    max = x > max ? x : max;
-  }
+  for (long i = 0; i < valid; ++i) bad |= !(scaled(row[i], inv_t) < kInf);
+  const float max = max_of(row, valid, inv_t);
   return bad || max == kNegInf ? std::numeric_limits<float>::quiet_NaN() : max;
 }
 
@@ -65,37 +59,57 @@ struct Nucleus {
   float min_p;
 };
 
+struct Scratch {
+  std::vector<uint64_t> pairs, sorted;
+  std::vector<float> weights;
+  std::vector<int32_t> ids;
+};
+
 // The lowest retained pair of a row, and the number of pairs retained.
-std::pair<uint64_t, long> retained_cut(const float* row, long valid, float inv_t, Nucleus rule,
-                                       std::vector<uint64_t>& pairs, std::vector<uint64_t>& scratch) {
+std::pair<uint64_t, long> retained_cut(const float* row, long valid, float inv_t, Nucleus rule, Scratch& scratch) {
   const float max = row_max(row, valid, inv_t);
   if (max != max) return {pair_of(kInf, 0), 0};
+  auto& pairs = scratch.pairs;
+  pairs.resize(valid);
   const float lowest = log_f32(rule.min_p);
-  pairs.clear();
+  long n = 0;
   for (long id = 0; id < valid; ++id) {
     const float x = scaled(row[id], inv_t);
-    if (x - max >= lowest) pairs.push_back(pair_of(x, uint64_t(id)));
+    pairs[n] = pair_of(x, uint64_t(id));
+    n += x - max >= lowest;
   }
+  pairs.resize(n);
   const bool all_p = rule.top_p >= 1.0f;
-  if (all_p && rule.top_k == 0) return {*std::min_element(pairs.begin(), pairs.end()), long(pairs.size())};
+  if (all_p && rule.top_k == 0) return {*std::min_element(pairs.begin(), pairs.end()), n};
 
-  sort_pairs(pairs, scratch);
-  const long n = long(pairs.size());
+  sort_pairs(pairs, scratch.sorted);
   long start = 0;
   if (rule.top_k > 0 && rule.top_k < n) {
     start = n - rule.top_k;
     while (start > 0 && value_of(pairs[start - 1]) == value_of(pairs[start])) --start;
   }
   if (!all_p) {
+    auto& weights = scratch.weights;
+    weights.resize(n);
+    for (long i = start; i < n; ++i) weights[i] = exp_f32(value_of(pairs[i]) - max);
     double total = 0.0, cumulative = 0.0;
-    for (long i = start; i < n; ++i) total += exp_f32(value_of(pairs[i]) - max);
+    for (long i = start; i < n; ++i) total += weights[i];
     const float norm = float(total), drop_up_to = 1.0f - rule.top_p;
     for (; start < n - 1; ++start) {
-      cumulative += exp_f32(value_of(pairs[start]) - max) / norm;
+      cumulative += weights[start] / norm;
       if (float(cumulative) > drop_up_to) break;
     }
   }
   return {pairs[start], n - start};
+}
+
+// The place among the weights that a number u in [0, 1) falls on. u * total < total in double, so there is one.
+long place_of(double u, const std::vector<float>& weights) {
+  double total = 0.0, cumulative = 0.0;
+  for (float weight : weights) total += weight;
+  long i = 0;
+  while ((cumulative += weights[i]) <= u * total) ++i;
+  return i;
 }
 
 }  // namespace
@@ -118,11 +132,11 @@ RLK_EXPORT int rlk_retained_cut(const float* logits, int64_t rows, int64_t colum
                                 float top_p, int64_t top_k, float min_p, uint64_t* cuts, int64_t* counts) {
 #pragma omp parallel
   {
-    std::vector<uint64_t> pairs, scratch;
+    Scratch scratch;
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; ++r)
       std::tie(cuts[r], counts[r]) =
-          retained_cut(logits + r * columns, valid, inv_t, {top_p, top_k, min_p}, pairs, scratch);
+          retained_cut(logits + r * columns, valid, inv_t, {top_p, top_k, min_p}, scratch);
   }
   return kOk;
 }
@@ -135,28 +149,24 @@ RLK_EXPORT int rlk_draw(const float* logits, int64_t rows, int64_t columns, int6
                         int32_t* ids, int64_t* tokens) {
 #pragma omp parallel
   {
-    std::vector<float> weights;
-    std::vector<int32_t> retained;
+    Scratch scratch;
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; ++r) {
       const float *row = logits + r * columns, max = row_max(row, valid, inv_t);
       tokens[r] = -1;
       if (max != max) continue;
+      scratch.ids.resize(valid);
+      int32_t* retained = scratch.ids.data();
       const uint64_t cut = cuts ? cuts[r] : 0;
-      retained.clear();
-      for (int64_t id = 0; id < valid; ++id)
-        if (pair_of(scaled(row[id], inv_t), uint64_t(id)) >= cut) retained.push_back(int32_t(id));
-      if (ids) std::copy(retained.begin(), retained.end(), ids + offsets[r]);
-
-      const int64_t n = int64_t(retained.size());
-      weights.resize(n);
-      for (int64_t i = 0; i < n; ++i) weights[i] = exp_f32(scaled(row[retained[i]], inv_t) - max);
-      double total = 0.0, cumulative = 0.0;
-      for (int64_t i = 0; i < n; ++i) total += weights[i];
-      const double wanted = sampling_uniform(seed, uids[r], positions[r]) * total;
-      int64_t i = 0;
-      while ((cumulative += weights[i]) <= wanted) ++i;
-      tokens[r] = retained[i];
+      int64_t n = 0;
+      for (int64_t id = 0; id < valid; ++id) {
+        retained[n] = int32_t(id);
+        n += pair_of(scaled(row[id], inv_t), uint64_t(id)) >= cut;
+      }
+      if (ids) std::copy(retained, retained + n, ids + offsets[r]);
+      scratch.weights.resize(n);
+      for (int64_t i = 0; i < n; ++i) scratch.weights[i] = exp_f32(scaled(row[retained[i]], inv_t) - max);
+      tokens[r] = retained[place_of(sampling_uniform(seed, uids[r], positions[r]), scratch.weights)];
     }
   }
   return kOk;

@@ -40,14 +40,14 @@ template <> inline half from_float<half>(float x) {
 namespace {
 
 constexpr size_t kStagingOffset = 4096;
-constexpr uint64_t kYields = 2000;  // polls that give up the core before the first that sleeps: about 1 ms
+// A waiting rank spins for less than a microsecond, then offers its core at every poll (which costs a fraction of a
+// microsecond when nobody wants it, and is what keeps calls fast when ranks share cores), and sleeps after about 1 ms.
+constexpr uint64_t kSpins = 32, kYields = 2000;
 constexpr long kSleepNs = 50'000;
 constexpr int kBlock = 512;  // elements summed at a time, so that partial sums stay in L1
 static_assert(sizeof(Control) <= kStagingOffset, "the control block overlaps the staging area");
 
 struct HostMemory {
-  uint64_t spins;  // polls before giving up the core: 0 where ranks outnumber cores
-
   uint64_t load_acquire(const uint64_t* word) const { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
   void store_release(uint64_t* word, uint64_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
   uint64_t clock_ns() const {
@@ -56,13 +56,13 @@ struct HostMemory {
     return uint64_t(now.tv_sec) * 1'000'000'000u + uint64_t(now.tv_nsec);
   }
   void pause(uint64_t polls) const {
-    if (polls <= spins) {
+    if (polls <= kSpins) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #elif defined(__aarch64__)
       asm volatile("yield");
 #endif
-    } else if (polls <= spins + kYields) {
+    } else if (polls <= kSpins + kYields) {
       sched_yield();
     } else {
       const timespec duration{0, kSleepNs};
@@ -175,12 +175,11 @@ template <class Fn> int with_sum_dtype(int dtype, Fn fn) {
 }  // namespace rlk
 
 // Makes a communicator over the mapped segments of all ranks (zeroed by their owners before anybody connects).
-// spins: polls before a waiting rank gives up its core.
 RLK_EXPORT int rlk_shm_create(char* const* segments, int rank, int world, int64_t staging_bytes, int64_t timeout_ns,
-                              int64_t spins, void** handle) {
+                              void** handle) {
   using namespace rlk;
   if (world < 1 || world > kMaxRanks || rank < 0 || rank >= world || staging_bytes < 64 * world) return kBadShape;
-  auto* comm = new (std::nothrow) Communicator{{}, {uint64_t(spins)}, size_t(staging_bytes)};
+  auto* comm = new (std::nothrow) Communicator{{}, {}, size_t(staging_bytes)};
   if (!comm) return kNoMemory;
   for (int r = 0; r < world; ++r) {
     comm->group.control[r] = reinterpret_cast<Control*>(segments[r]);

@@ -37,6 +37,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             (path / "audit").mkdir()
             (path / "readback").mkdir()
+            (path / "metrics.jsonl").touch()  # so that a run which fails in its first step has metrics: none
         return cls(path)
 
     def write_config(self, options: Mapping[str, object], sources: Mapping[str, str]) -> None:

@@ -18,8 +18,7 @@ from rlk.ops.cpu_library import INT, LONG, POINTER, function, ptr
 
 FOLDER = Path("/dev/shm")
 CONTROL_BYTES = 4096  # kStagingOffset
-STAGING_BYTES = 1 << 20  # larger messages go in pieces; a piece of this size stays in the cores' L2 caches
-SPINS = 2000  # polls (about 0.1 ms) before a waiting rank gives its core to others, where every rank has a core
+STAGING_BYTES = 1 << 20  # larger messages go in pieces, each of which costs the ranks one meeting
 
 SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*SUM_DTYPES, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -48,7 +47,7 @@ class _Failure(ctypes.Structure):
                 ("mine", _Call), ("theirs", _Call)]
 
 
-_create = function("rlk_shm_create", POINTER, INT, INT, LONG, LONG, LONG, POINTER)
+_create = function("rlk_shm_create", POINTER, INT, INT, LONG, LONG, POINTER)
 _call = function("rlk_shm_call", POINTER, INT, INT, INT, POINTER, POINTER, LONG)
 _failure = function("rlk_shm_failure", POINTER, POINTER)
 _close = function("rlk_shm_close", POINTER)
@@ -71,10 +70,8 @@ class ShmCommunicator:
         segments = _map_segments(group, CONTROL_BYTES + staging_bytes)
         addresses = (ctypes.c_void_p * self.world)(
             *(ctypes.addressof(ctypes.c_char.from_buffer(segment)) for segment in segments))
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
-        spins = SPINS if ranks_here <= len(os.sched_getaffinity(0)) else 0
         handle = ctypes.c_void_p()
-        _create(addresses, self.rank, self.world, staging_bytes, int(timeout_s * 1e9), spins, ctypes.addressof(handle))
+        _create(addresses, self.rank, self.world, staging_bytes, int(timeout_s * 1e9), ctypes.addressof(handle))
         self._handle = handle.value
         # At interpreter exit too: peers then learn at once that this rank is gone.
         self._finalizer = weakref.finalize(self, _release, self._handle, segments)

@@ -90,7 +90,8 @@ class PromptStream:
         """The n prompts of a step and their answers. A prompt's uid is its place in the stream, so none repeats."""
         places = range(step * n, (step + 1) * n)
         chosen = [self._at(place) for place in places]
-        return [Prompt(place, example.tokens) for place, example in zip(places, chosen)], [e.answer for e in chosen]
+        prompts = [Prompt(place, example.tokens) for place, example in zip(places, chosen, strict=True)]
+        return prompts, [example.answer for example in chosen]
 
     def _at(self, place: int) -> Example:
         epoch, index = divmod(place, len(self.examples))

@@ -123,9 +123,7 @@ def score_responses(name: str, responses: list[str], answers: list[str], deadlin
 
     Any thread may call this, one at a time. The worker stays for the next call; one that hangs is killed and replaced.
     """
-    if len(responses) != len(answers):
-        raise ValueError(f"{len(responses)} responses but {len(answers)} answers")
-    pairs = list(zip(responses, answers))
+    pairs = list(zip(responses, answers, strict=True))
     results: list[tuple[float, str]] = []
     while len(results) < len(pairs):
         if name not in _workers:

@@ -79,7 +79,7 @@ class _Checkpoint:
             except (OSError, SafetensorError) as error:
                 raise UsageError(f"{directory / name} cannot be read: {error}; fetch the checkpoint again") from None
             self._handles.append(handle)
-            self._where |= {tensor: handle for tensor in handle.keys()}
+            self._where |= dict.fromkeys(handle.keys(), handle)
 
     def __enter__(self) -> _Checkpoint:
         return self

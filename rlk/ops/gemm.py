@@ -10,6 +10,8 @@ Shapes: M rows (tokens), N output features, K input features.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -113,17 +115,18 @@ _gemm_dw = function("rlk_gemm_dw", POINTER, POINTER, POINTER, LONG, LONG, LONG, 
 
 def _linear_cpu(x_MK, w_NK, leaves, out_dtype):
     N, K = w_NK.shape
-    if x_MK.shape[-1] != K or x_MK.dtype != w_NK.dtype:
+    *lead, inner = x_MK.shape
+    if inner != K or x_MK.dtype != w_NK.dtype:
         raise ValueError(
             f"linear got x {tuple(x_MK.shape)} {x_MK.dtype} and w {tuple(w_NK.shape)} {w_NK.dtype}: "
             "expected one dtype and the same last dimension"
         )
-    if leaves & (leaves - 1) or leaves < 1 or K % leaves:
+    if leaves < 1 or leaves & (leaves - 1) or K % leaves:
         raise ValueError(f"linear_leaves got {leaves} leaves for K = {K}: expected a power of two that divides K")
     x_MK = x_MK.contiguous()
-    y_MN = x_MK.new_empty((*x_MK.shape[:-1], N), dtype=out_dtype)
-    M = y_MN.numel() // N
-    _linear(x_MK.data_ptr(), ptr(w_NK), y_MN.data_ptr(), M, N, K, leaves, DTYPE_CODE[x_MK.dtype], DTYPE_CODE[out_dtype])
+    y_MN = x_MK.new_empty(*lead, N) if out_dtype is x_MK.dtype else x_MK.new_empty(*lead, N, dtype=out_dtype)
+    _linear(x_MK.data_ptr(), ptr(w_NK), y_MN.data_ptr(), math.prod(lead), N, K, leaves, DTYPE_CODE[x_MK.dtype],
+            DTYPE_CODE[out_dtype])
     return y_MN
 
 

@@ -20,7 +20,7 @@ def main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 def wants_grad(*tensors: torch.Tensor) -> bool:
     """Whether an operator on these inputs has to record its backward."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
 
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:

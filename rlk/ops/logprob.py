@@ -52,7 +52,7 @@ def score(hidden_TD: torch.Tensor, head_VD: torch.Tensor, targets_T: torch.Tenso
     partial sum; copy_to_tp upstream adds up the ranks') and to head_VD (added into head_VD.main_grad). Raises
     CheckFailed for a target outside its retained set or the vocabulary.
     """
-    picks = _Picks.of(targets_T, rule)
+    picks = _Picks.of(targets_T, rule, comm.world * head_VD.shape[0])
     if wants_grad(hidden_TD, head_VD):
         return _Score.apply(hidden_TD, head_VD, picks, rule, comm, chunk_tokens)
     return _score_chunks(hidden_TD, head_VD, picks, rule, comm, chunk_tokens)[1][:2]
@@ -60,7 +60,7 @@ def score(hidden_TD: torch.Tensor, head_VD: torch.Tensor, targets_T: torch.Tenso
 
 def score_logits(logits_TV: torch.Tensor, targets_T: torch.Tensor, rule: ScoreRule) -> Scores:
     """`score` from full FP32 rows of logits, with the same bits; what the rollout engine calls. Not differentiable."""
-    picks = _Picks.of(targets_T, rule)
+    picks = _Picks.of(targets_T, rule, logits_TV.shape[1])
     values_N = _pick(logits_TV, picks.offsets, picks.ids_N, 0)
     stats = _tile_stats(logits_TV, rule, VOCAB_TILES, 0) if rule.support is None else None
     return _finish(values_N, stats, picks, rule)[:2]
@@ -76,19 +76,28 @@ class _Picks:
     index_T: torch.Tensor  # where each row's target stands among the N entries
 
     @classmethod
-    def of(cls, targets_T: torch.Tensor, rule: ScoreRule) -> _Picks:
+    def of(cls, targets_T: torch.Tensor, rule: ScoreRule, vocab: int) -> _Picks:
+        if targets_T.dtype != torch.int64 or not 0 < rule.valid_vocab <= vocab:
+            raise ValueError(f"got {targets_T.dtype} targets and {rule.valid_vocab} valid ids over {vocab} logits, "
+                             "expected int64 targets and 1 to all of the ids")
         if rule.support is None:
             _check(targets_T, (targets_T >= 0) & (targets_T < rule.valid_vocab),
                    lambda row: f"the vocabulary's ids 0 to {rule.valid_vocab - 1}")
             offsets = torch.arange(targets_T.numel() + 1, device=targets_T.device)
             return cls(offsets, targets_T.to(torch.int32), targets_T, offsets[:-1])
         offsets, ids_N = rule.support
-        if offsets.numel() != targets_T.numel() + 1:
-            raise ValueError(f"the support has {offsets.numel() - 1} rows, expected one per target: {targets_T.numel()}")
+        if (offsets.dtype, ids_N.dtype) != (torch.int64, torch.int32) or offsets.numel() != targets_T.numel() + 1 or (
+                int(offsets[-1]) != ids_N.numel()):
+            raise ValueError(f"the support has {offsets.numel() - 1} rows over {ids_N.numel()} {ids_N.dtype} ids, "
+                             f"expected int32 ids under one row per target: {targets_T.numel()}")
         index_T = registry.call("find_targets", targets_T, offsets, ids_N, targets_T)
-        _check(targets_T, index_T >= 0,
-               lambda row: f"its retained set {ids_N[offsets[row]:offsets[row + 1]].tolist()}")
+        _check(targets_T, index_T >= 0, lambda row: _described(ids_N[offsets[row]:offsets[row + 1]]))
         return cls(offsets, ids_N, targets_T, index_T)
+
+
+def _described(retained: torch.Tensor) -> str:
+    shown = ", ".join(map(str, retained[:8].tolist())) + (", ..." if retained.numel() > 8 else "")
+    return f"its retained set of {retained.numel()} ids ({shown})"
 
 
 def _check(targets_T, good_T, expected) -> None:
@@ -140,13 +149,17 @@ def _score_chunks(hidden_TD, head_VD, picks: _Picks, rule: ScoreRule, comm: Comm
 
 
 class _Score(torch.autograd.Function):
-    """`score` with its gradient: d logprob / d logit = (1[id = target] - p) / temperature on the ids scored over."""
+    """`score` with its gradient: d logprob / d logit = (1[id = target] - p) / temperature on the ids scored over.
+
+    Over the whole vocabulary the backward pass computes each chunk's logits again; over retained sets it has kept them.
+    """
 
     @staticmethod
     def forward(ctx, hidden_TD, head_VD, picks, rule, comm, chunk):
         values_N, (logprob_T, entropy_T, lse_T) = _score_chunks(hidden_TD, head_VD, picks, rule, comm, chunk)
         ctx.save_for_backward(hidden_TD, values_N, lse_T)
-        ctx.head, ctx.first_id, ctx.picks, ctx.rule, ctx.chunk = head_VD, comm.rank * head_VD.shape[0], picks, rule, chunk
+        ctx.head, ctx.first_id = head_VD, comm.rank * head_VD.shape[0]
+        ctx.picks, ctx.rule, ctx.chunk = picks, rule, chunk
         ctx.mark_non_differentiable(entropy_T)
         return logprob_T, entropy_T
 
@@ -194,12 +207,12 @@ def find_targets_cpu(offsets, ids_N, targets_T):
     return index_T
 
 
-@registry.register("pick_logits", "cpu", contract=True)
+@registry.register("pick_logits", "cpu", contract=True, dtypes=(torch.float32,))
 def pick_logits_cpu(logits_TV, offsets, ids_N, first_id, values_N):
     _pick_logits(ptr(logits_TV), *logits_TV.shape, ptr(offsets), ptr(ids_N), first_id, ptr(values_N))
 
 
-@registry.register("tile_stats", "cpu", contract=True)
+@registry.register("tile_stats", "cpu", contract=True, dtypes=(torch.float32,))
 def tile_stats_cpu(logits_TV, tiles, first_id, valid_vocab, inv_temperature):
     rows, columns = logits_TV.shape
     if columns % tiles:
@@ -210,14 +223,14 @@ def tile_stats_cpu(logits_TV, tiles, first_id, valid_vocab, inv_temperature):
     return stats
 
 
-@registry.register("merge_tiles", "cpu", contract=True)
+@registry.register("merge_tiles", "cpu", contract=True, dtypes=(torch.float32,))
 def merge_tiles_cpu(stats, target_logits_T, inv_temperature):
     out = stats.new_empty(3, stats.shape[0])
     _merge_tiles(ptr(stats), *stats.shape[:2], ptr(target_logits_T), inv_temperature, ptr(out))
     return out.unbind()
 
 
-@registry.register("support_score", "cpu", contract=True)
+@registry.register("support_score", "cpu", contract=True, dtypes=(torch.float32,))
 def support_score_cpu(values_N, offsets, index_T, inv_temperature):
     out = values_N.new_empty(3, index_T.numel())
     _support_score(ptr(values_N), ptr(offsets), ptr(index_T), index_T.numel(), inv_temperature, ptr(out))

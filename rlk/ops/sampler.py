@@ -43,6 +43,9 @@ def sample(logits_BV: torch.Tensor, params: SamplingParams, uids_B: torch.Tensor
     `positions_B` is the absolute position that the new token will have. Raises CheckFailed for a row with a NaN, a
     +inf, or no finite logit.
     """
+    if uids_B.dtype != torch.int64 or positions_B.dtype != torch.int64 or not 0 < valid_vocab <= logits_BV.shape[1]:
+        raise ValueError(f"got {uids_B.dtype} uids, {positions_B.dtype} positions and {valid_vocab} valid ids over "
+                         f"{logits_BV.shape[1]} logits, expected int64, int64 and 1 to all of the ids")
     tokens, support = registry.call("draw", logits_BV, logits_BV, params, uids_B, positions_B, valid_vocab)
     if tokens.numel() and int(tokens.min()) < 0:
         row = int((tokens < 0).nonzero()[0])
@@ -56,7 +59,7 @@ def sample(logits_BV: torch.Tensor, params: SamplingParams, uids_B: torch.Tensor
 
 # ---- the noise ----
 
-PHILOX_MULTIPLIERS, PHILOX_KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+LOW_WORD = 0xFFFFFFFF
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -64,24 +67,22 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
     The readable twin of hipkernels/philox.h.
     """
-    c0, c1, c2, c3 = counter.T.astype(np.uint64)
-    low = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = counter.T.astype(np.uint64)  # 64 bits, because products of two words are split into words
     k0, k1 = (int(word) for word in key)
     for _ in range(10):
-        a, b = c0 * np.uint64(PHILOX_MULTIPLIERS[0]), c2 * np.uint64(PHILOX_MULTIPLIERS[1])
-        c0, c1, c2, c3 = (b >> np.uint64(32)) ^ c1 ^ np.uint64(k0), b & low, (a >> np.uint64(32)) ^ c3 ^ np.uint64(k1), a & low
-        k0, k1 = (k0 + PHILOX_KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + PHILOX_KEY_STEPS[1]) & 0xFFFFFFFF
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c2 = (b >> 32) ^ c1 ^ np.uint64(k0), (a >> 32) ^ c3 ^ np.uint64(k1)
+        c1, c3 = b & LOW_WORD, a & LOW_WORD
+        k0, k1 = (k0 + 0x9E3779B9) & LOW_WORD, (k1 + 0xBB67AE85) & LOW_WORD
     return np.stack([c0, c1, c2, c3], 1).astype(np.uint32)
 
 
 def philox_uniform(seed: int, uids_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-    """One number in [0, 1) per (seed, uid, position), float64 [B]: 53 bits of the first two words."""
+    """One number in [0, 1) per (seed, uid, position), float64 [B]: 53 bits under counter (position, uid, 0)."""
     uids, positions = (t.cpu().numpy().astype(np.uint64) for t in (uids_B, positions_B))
-    low = np.uint64(0xFFFFFFFF)
-    counter = np.stack([positions & low, uids & low, uids >> np.uint64(32), np.zeros_like(uids)], 1)
-    words = philox4x32(counter, np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]))
-    bits = (words[:, 0].astype(np.uint64) >> np.uint64(5) << np.uint64(26)) | (words[:, 1] >> np.uint32(6))
-    return torch.from_numpy(bits * 2.0**-53).to(uids_B.device)
+    counter = np.stack([positions & LOW_WORD, uids & LOW_WORD, uids >> 32, np.zeros_like(uids)], 1)
+    words = philox4x32(counter, np.array([seed & LOW_WORD, seed >> 32 & LOW_WORD])).astype(np.uint64)
+    return torch.from_numpy((words[:, 0] >> 5 << 26 | words[:, 1] >> 6) * 2.0**-53).to(uids_B.device)
 
 
 # ---- backend "cpu": hipkernels/cpu/sampler.cpp ----
@@ -92,7 +93,7 @@ _draw = function("rlk_draw", POINTER, LONG, LONG, LONG, FLOAT, LONG, POINTER, PO
                  POINTER)
 
 
-@registry.register("draw", "cpu", contract=True)
+@registry.register("draw", "cpu", contract=True, dtypes=(torch.float32,))
 def draw_cpu(logits_BV, params, uids_B, positions_B, valid_vocab):
     tokens = torch.empty_like(uids_B)
     rows = (ptr(logits_BV), *logits_BV.shape, valid_vocab)

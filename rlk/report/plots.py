@@ -27,13 +27,14 @@ def plot_run(directory: str | Path) -> Path:
     tokens.set(title="Response tokens per step", ylabel="tokens")
     _draw_unequal(unequal, steps, metrics)
     for axes in (reward, tokens, unequal):
-        axes.title.set(size=11, weight="semibold", ha="left", position=(0, 1))
+        axes.title.set(size=11, weight="bold", ha="left", position=(0, 1))
         axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.02)
     unequal.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.suptitle(f"{Path(config['model']).name or 'model'}: {len(steps)} GRPO steps, {config['mode']} mode", size=13)
+    figure.align_ylabels()
+    figure.suptitle(f"{len(steps)} GRPO steps in {config['mode']} mode", size=13)
     path = directory / "report.png"
     with atomic_path(path) as temporary:
         FigureCanvasAgg(figure).print_png(str(temporary))

@@ -13,19 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from rlk.collectives import Communicator
+from rlk.config import FAULTS
 from rlk.errors import UsageError
 from rlk.model.qwen3 import Qwen3
 from rlk.ops.gemm import linear_fp32
 from rlk.ops.registry import registry
-
-FAULTS = {
-    "weight-bit": "flip one bit of one weight on the last rank, between rollout and training",
-    "kernel-order": "training sums K in another order in its column-parallel GEMMs",
-    "crossing-token": "training scores without the least likely token of each retained set (it crossed top-p)",
-    "temperature": "training scores at 1.25 x the sampling temperature",
-    "shift": "training's log-probs are one token late",
-}
-
 
 class Fault:
     """The trainer's hooks; a Fault without a name does nothing."""

@@ -56,16 +56,16 @@ def grpo_loss(logprob_R: torch.Tensor, old_logprob_R: torch.Tensor, reference_lo
               advantage_R: torch.Tensor, weight_R: torch.Tensor, clip_low: float, clip_high: float,
               kl_coef: float) -> LossTerms:
     """Clipped surrogate plus KL to the reference, weighted per token. All FP32 [R]; only logprob_R has a gradient."""
-    ratio_R = torch.exp(logprob_R - old_logprob_R)
+    # A weight of 0 silences a token before anything can overflow: 0 x inf would be NaN, in the gradient too.
+    active_R = weight_R > 0
+    ratio_R = torch.exp(torch.where(active_R, logprob_R - old_logprob_R, 0.0))
     clipped_R = ratio_R.clamp(1 - clip_low, 1 + clip_high)
     surrogate_R = torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
     per_token_R = -surrogate_R
     kl = 0.0
     if reference_logprob_R is not None:
-        log_ratio_R = reference_logprob_R - logprob_R
+        log_ratio_R = torch.where(active_R, reference_logprob_R - logprob_R, 0.0)
         kl_R = torch.exp(log_ratio_R) - log_ratio_R - 1  # k3: unbiased for KL(policy || reference), never negative
         per_token_R = per_token_R + kl_coef * kl_R
         kl = float((kl_R.detach() * weight_R).sum())
-    # A weight of 0 must silence the token even where its term is not finite (0 x inf is NaN).
-    loss = torch.where(weight_R > 0, per_token_R * weight_R, 0.0).sum()
-    return LossTerms(loss, kl, int((ratio_R != clipped_R).sum()))
+    return LossTerms((per_token_R * weight_R).sum(), kl, int((ratio_R != clipped_R).sum()))

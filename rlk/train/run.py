@@ -286,9 +286,10 @@ def open_run(config: RunConfig, sources: dict[str, str], stack: ExitStack) -> Ru
     engine_model = policy if shared else Qwen3(policy.config, dtype, config.device, groups.rollout, topology.leaves)
     if not shared:
         reshard_into(engine_model, policy)
+    # Ranks of one engine schedule alike only with equal pages, and each saw other free memory.
+    num_pages = min(all_gather_object(groups.world, ready.memory.kv_pages))
     engine = PagedEngine(engine_model, valid_vocab=len(ready.tokenizer), page_size=config.page_size,
-                         num_pages=ready.memory.kv_pages, prefill_chunk=config.prefill_chunk,
-                         max_running=config.max_running)
+                         num_pages=num_pages, prefill_chunk=config.prefill_chunk, max_running=config.max_running)
     optimizer = ShardedAdamW(policy, groups.grad, groups.tp, lr=config.lr, beta1=config.adam_beta1,
                              beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=config.weight_decay,
                              grad_clip=config.grad_clip)

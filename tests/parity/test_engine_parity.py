@@ -11,15 +11,18 @@ import functools
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlk.collectives import LocalCommunicator
+from rlk.collectives import Communicator, LocalCommunicator
+from rlk.collectives.factory import make_communicator
 from rlk.ops.logprob import ScoreRule, score
 from rlk.rollout.engine import Prompt, SamplingParams
 from rlk.train.packing import PackContext, make_pack
 from tests.engines import VALID_VOCAB, all_bytes, make_engine, make_prompts, response_by_prefill
 from tests.models import random_model
+from tests.spawn import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16]
 SAMPLINGS = [
@@ -49,14 +52,8 @@ def shared_model(dtype: torch.dtype):
 
 
 def generate_alone(model, prompts: list[Prompt], n: int, sampling: SamplingParams) -> list:
-    """Each prompt's samples in an engine of their own that decodes one sequence at a time, without a prefix cache."""
-    trajectories = []
-    for prompt in prompts:
-        engine = make_engine(model, max_running=1)
-        for i in range(n):
-            trajectories.append(engine.generate([prompt], i + 1, sampling)[i])
-            engine.pages.pool.forget()
-    return trajectories
+    """One sequence after the other, each in one page that it shares with none."""
+    return make_engine(model, max_running=1, page_size=128, prefill_chunk=1000).generate(prompts, n, sampling)
 
 
 @settings(deadline=None, max_examples=25)
@@ -140,3 +137,20 @@ def test_the_number_of_threads_does_not_change_the_bits():
     finally:
         torch.set_num_threads(threads)
     assert results[0] == results[1]
+
+
+def generate_on_two_leaves(comm: Communicator) -> list[tuple]:
+    """Chunked prefill, prefix sharing and preemption, on a model cut in two leaves; as bytes."""
+    model = random_model(seed=11, dtype=torch.bfloat16, comm=comm, leaves=2)
+    engine = make_engine(model, page_size=4, num_pages=30, prefill_chunk=11)
+    trajectories = engine.generate(make_prompts(6, 20, 33, 5), 2, SamplingParams(top_p=0.9, max_tokens=30))
+    assert engine.work.preemptions > 0 and engine.work.shared > 0
+    return all_bytes(trajectories)
+
+
+def generate_on_a_rank(rank: int, world: int) -> list[tuple]:
+    return generate_on_two_leaves(make_communicator(dist.group.WORLD, "cpu", "consistency", timeout_s=60))
+
+
+def test_two_tensor_parallel_ranks_generate_what_one_does():
+    assert run_ranks(2, generate_on_a_rank) == [generate_on_two_leaves(LocalCommunicator())] * 2

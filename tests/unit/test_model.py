@@ -5,8 +5,10 @@ Shape legend: T tokens, H query heads, G key/value heads, E head dim, D hidden, 
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rlk.collectives.factory import make_communicator
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
 from rlk.model.qwen3 import ALIGNMENT, Qwen3, parameter_specs
@@ -135,9 +137,7 @@ def test_training_and_inference_forwards_have_the_same_bits():
 
 
 def _logits_and_gradients(rank, world, dtype, leaves):
-    from tests.unit.test_model import OneSequence, TOKENS_T, bits, logits_of, random_model
-
-    comm = _tp_communicator(world)
+    comm = make_communicator(dist.group.WORLD, "cpu", "consistency", timeout_s=30)
     model = random_model(0, dtype, comm, leaves)
     logits = bits(logits_of(model))
     model.enable_training(recompute=True)
@@ -150,15 +150,6 @@ def _logits_and_gradients(rank, world, dtype, leaves):
         gradients[spec.name] = gradient
     comm.close()
     return logits, gradients
-
-
-def _tp_communicator(world):
-    if world == 1:
-        return None
-    import torch.distributed as dist
-
-    from rlk.collectives.shm import ShmCommunicator
-    return ShmCommunicator(dist.group.WORLD, timeout_s=30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

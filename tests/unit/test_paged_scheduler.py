@@ -51,6 +51,7 @@ class Simulation:
     def _step(self) -> None:
         batch = self.scheduler.schedule()
         assert batch, "a step without work would never end"
+        assert all(count >= 1 for _, count in batch), "logits come from a row that is computed"
         self.trace.append([(sequence.uid, count, tuple(sequence.pages)) for sequence, count in batch])
         assert len(self.scheduler.running) <= self.scheduler.max_running
         self.largest_prefill = max(self.largest_prefill, sum(count for _, count in batch if count > 1))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -95,8 +94,7 @@ def test_a_large_export_is_cut_into_files_with_an_index(tmp_path, monkeypatch):
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in gather_full(model).values())
     for name, file in index["weight_map"].items():
-        with safe_open(directory / file, framework="pt") as handle:
-            assert name in handle.keys()
+        assert name in load_file(directory / file)
     assert bits(load_model(directory, torch.float32).storage) == bits(model.storage)
 
 
@@ -178,7 +176,7 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(tmp_path):
     tensors = load_file(directory / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(95, 64)
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(UsageError, match=r"model.layers.1.mlp.up_proj.weight has shape \(95, 64\), expected \(96, 64\)"):
+    with pytest.raises(UsageError, match=r"layers.1.mlp.up_proj.weight has shape \(95, 64\), expected \(96, 64\)"):
         load_model(directory, torch.float32)
 
 

@@ -16,11 +16,6 @@ import torch
 from rlk.rollout.paged.sequence import Sequence
 
 
-def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page's keys and values over all layers; `num_kv_heads` is this rank's share."""
-    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
-
-
 def allocate_pages(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int,
                    dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of every page, each [L, P, S, G, E] and uninitialized: attention reads only what was written."""

@@ -1,0 +1,216 @@
+"""The command line: help, exit status, and one clear line for every bad input (CASES 22-25)."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlk import cli, worker
+from rlk.config import TYPES, RunConfig, flag, resolve
+from rlk.errors import CheckFailed, UsageError
+from rlk.model.tiny import CONFIG, write_tokenizer
+from rlk.worker import decide, propose
+
+ROOT = Path(__file__).resolve().parents[2]
+ISSUE_OPTIONS = """--tp --cp --rollout-tp --rollout-cp --temperature --top-p --top-k --min-p --lr --weight-decay
+    --kl-coef --max-response-len --max-tokens-per-gpu --steps --samples-per-prompt --global-batch-size
+    --rollout-batch-size
+    --grpo-std-normalization --no-grpo-std-normalization --mode --use-rollout-logprobs --seed --rollout-seed
+    --rollout-engine --memory-fraction --run-dir --model --prompts""".split()
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run the command line in this process: (exit status, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rlk", *arguments])
+        status = cli.main()
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory with everything that a run is checked for, but no weights."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tokenizer(model)
+    (model / "config.json").write_text(json.dumps(CONFIG.as_hugging_face("float32")))
+    (model / "model.safetensors").touch()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "7+5=", "answer": "twelve"}\n')
+    return tmp_path
+
+
+def config_of(folder, **changes):
+    return RunConfig(**dict(model=str(folder / "model"), prompts=str(folder / "prompts.jsonl"), max_response_len=8,
+                            run_dir=str(folder / "run")) | changes)
+
+
+def proposal(config, profile="cpu-tiny"):
+    return {"profile": profile, "config": asdict(config), "sources": dict.fromkeys(TYPES, "default")}
+
+
+def test_help_shows_every_command_and_option(call):
+    status, text, _ = call("--help")
+    assert status == 0 and all(name in text for name in ("run", "plan", "doctor", "validate", "init-model"))
+    for command in ("run", "plan"):
+        status, text, _ = call(command, "-h")
+        assert status == 0 and "--profile" in text
+        assert all(flag(name) in text for name in TYPES)
+        assert all(name in text for name in ISSUE_OPTIONS)
+    for command in ("doctor", "validate", "init-model"):
+        assert call(command, "--help")[0] == 0
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["rum"], "No such command 'rum'"),
+    (["run", "--temprature", "1"], "Did you mean '--temperature'"),
+    (["run", "--tp", "two"], "'two' is not a valid integer"),
+    (["plan", "--top-p", "1.5"], "--top-p is 1.5, expected above 0 and at most 1"),
+    (["run", "--mode", "strict"], "--mode is 'strict', expected one of consistency, native"),
+    (["run", "--rollout-cp", "2"], "--rollout-cp is 2"),
+    (["run", "--rollout-engine", "vllm"], "not in this build"),
+    (["run", "--profile", "gpu-tiny"], "no profile gpu-tiny (did you mean cpu-tiny?)"),
+    (["run", "--global-batch-size", "100"], "--global-batch-size is 100, expected a divisor of 128"),
+    (["validate"], "Missing argument 'DIRECTORY'"),
+])
+def test_wrong_usage_is_one_line_and_2(call, arguments, message):
+    status, out, err = call(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err and err.count("\n") == 1 and err.startswith("error: ")
+
+
+def test_a_wrong_environment_variable_is_one_line_and_2(call, monkeypatch):
+    monkeypatch.setenv("RLK_TOPP", "0.9")
+    status, _, err = call("plan")
+    assert (status, err) == (2, "error: environment: unknown variable RLK_TOPP (did you mean RLK_TOP_P?); unset it\n")
+
+
+def test_plan_shows_values_sources_places_and_memory(call, checkpoint, monkeypatch):
+    monkeypatch.setenv("RLK_TEMPERATURE", "0.7")
+    status, out, err = call("plan", "--profile", "cpu-tiny", "--model", str(checkpoint / "model"),
+                            "--prompts", str(checkpoint / "prompts.jsonl"), "--cp", "2", "--nproc", "4")
+    rows = [line.split(maxsplit=2) for line in out.splitlines()]
+    assert status == 0 and err == ""
+    assert ["--cp", "2", "command line"] in rows and ["--temperature", "0.7", "environment"] in rows
+    assert ["--tp", "2", "profile cpu-tiny"] in rows and ["--top-k", "0", "default"] in rows
+    assert "4 ranks: training dp 1 x cp 2 x tp 2; rollout 2 engines x tp 2; 2 leaves" in out
+    assert "KV pages" in out and "available" in out
+
+
+def test_plan_refuses_what_run_would_refuse(call, checkpoint):
+    (checkpoint / "prompts.jsonl").write_text("")
+    status, out, err = call("plan", "--profile", "cpu-tiny", "--model", str(checkpoint / "model"),
+                            "--prompts", str(checkpoint / "prompts.jsonl"))
+    assert status == 2 and "has no prompts" in err and err.count("\n") == 1
+    assert "--temperature" in out
+
+
+def test_good_input_is_accepted_and_the_run_directory_named(checkpoint):
+    config = replace(config_of(checkpoint), run_dir="")
+    decided = decide([proposal(config), proposal(config)])
+    assert decided["config"]["run_dir"].startswith("runs/") and decided["config"]["run_dir"].endswith("-cpu-tiny")
+    assert decided["config"] | {"run_dir": ""} == asdict(config)
+
+
+def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
+    def edit(name, **changes):
+        path = checkpoint / "model" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def empty_run_dir():
+        (checkpoint / "run").mkdir()
+        (checkpoint / "run" / "old").touch()
+
+    config_file = (checkpoint / "model" / "config.json").read_text()
+    prompts = checkpoint / "prompts.jsonl"
+    cases = [
+        (lambda: None, dict(model="nowhere"), "no model at nowhere"),
+        (lambda: None, dict(prompts="nowhere.jsonl"), "no prompt file nowhere.jsonl"),
+        (lambda: None, dict(tp=8, nproc=8), "--tp 8 does not divide the model's 4 attention heads"),
+        (lambda: None, dict(tp=3, nproc=3), "--tp is 3, expected a power of two"),
+        (lambda: None, dict(cp=2), "1 ranks do not divide into --tp 1 x --cp 2"),
+        (lambda: None, dict(max_response_len=1024), "--max-response-len is 1024, but the model's context is 1024"),
+        (lambda: None, dict(reward="mth"), "--reward is 'mth'"),
+        (lambda: None, dict(answer_key="label"), "line 1 has no column 'label'"),
+        (lambda: None, dict(steps=10**9), "disk too small"),
+        (lambda: prompts.write_text("{\n"), {}, "line 1 is not valid JSON"),
+        (lambda: edit("config.json", model_type="llama"), {}, "only dense Qwen3 models are served"),
+        (lambda: edit("config.json", hidden_size=16384, num_hidden_layers=80, vocab_size=151936), {},
+         "does not fit in memory: process"),
+        (lambda: edit("config.json", vocab_size=64), {}, "the tokenizer has"),
+        (lambda: (checkpoint / "model" / "model.safetensors").unlink(), {}, "lacks model.safetensors"),
+        (empty_run_dir, {}, "exists and is not empty"),
+    ]
+    for prepare, changes, message in cases:
+        (checkpoint / "model" / "config.json").write_text(config_file)
+        (checkpoint / "model" / "model.safetensors").touch()
+        prompts.write_text('{"prompt": "7+5=", "answer": "twelve"}\n')
+        prepare()
+        before = sorted(tmp_path.rglob("*"))
+        config = config_of(checkpoint, **changes)
+        with pytest.raises(UsageError) as caught:
+            decide([proposal(config)] * config.nproc)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_consistency_on_a_device_without_contract_operators_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UsageError, match="no consistency backend on cuda"):
+        decide([proposal(config_of(checkpoint, device="cuda"))])
+
+
+def test_ranks_with_different_options_stop_with_both_values(checkpoint):
+    config = config_of(checkpoint)
+    with pytest.raises(UsageError, match="rank 1 has top_p = 0.5, but rank 0 has 1.0"):
+        decide([proposal(config), proposal(replace(config, top_p=0.5))])
+
+
+def test_torchrun_sets_the_number_of_ranks_and_an_unnamed_profile_fits_them(monkeypatch):
+    monkeypatch.setattr(worker, "default_profile", lambda: "cpu-tiny")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = propose("", {}, 1)
+    assert (alone["config"]["nproc"], alone["config"]["tp"]) == (1, 1)
+    assert alone["sources"]["tp"] == "fits 1 ranks" and alone["sources"]["nproc"] == "torchrun"
+    assert propose("cpu-tiny", {}, 1)["config"]["tp"] == 2  # asked for: refused later, not changed
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert propose("", {}, 4)["config"]["tp"] == 2
+
+
+def test_the_same_error_of_several_ranks_is_printed_once(capsys):
+    store = dist.HashStore()
+    for rank in (1, 0):
+        worker.report(store, rank, 2, CheckFailed("step 3 sample 7"))
+    worker.report(store, 1, 2, CheckFailed("another"))
+    assert capsys.readouterr().err == "check failed: step 3 sample 7\ncheck failed: another\n"
+
+
+@pytest.mark.parametrize("command", [["bin/rlk", "run", "--profile", "cpu-tiny"],
+                                     ["-m", "torch.distributed.run", "--nproc-per-node", "2", "bin/rlk.py"]],
+                         ids=["bin/rlk", "torchrun"])
+def test_bad_input_on_two_ranks_is_reported_once(command):
+    environment = os.environ | {"RLK_MODEL": "nowhere", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, *command], cwd=ROOT, text=True, env=environment, capture_output=True)
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: no model at nowhere")
+    if command[0] == "bin/rlk":  # torchrun makes every failure 1, and adds its own report
+        assert ended.returncode == 2 and ended.stderr == lines[0] + "\n"
+
+
+def test_help_does_not_wait_for_torch():
+    program = ("import sys, rlk.cli\nsys.argv = ['rlk', 'run', '--help']\n"
+               "rlk.cli.main()\nsys.exit('torch' in sys.modules)")
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_resolve_reads_the_process_environment_by_default(monkeypatch):
+    monkeypatch.setenv("RLK_STEPS", "7")
+    assert resolve("cpu-tiny", {})[0].steps == 7

@@ -1,0 +1,310 @@
+"""Log-prob: one value, whoever computes it. Bits are compared as bytes; values against float64."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlk.collectives import LocalCommunicator
+from rlk.errors import CheckFailed
+from rlk.ops.gemm import linear_fp32
+from rlk.ops.logprob import ScoreRule, score, score_logits
+from rlk.ops.registry import registry
+from rlk.ops.sampler import sample
+from rlk.rollout.engine import SamplingParams
+
+LOCAL = LocalCommunicator()
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.2, 0.7, 1.0, 1.8]),
+    top_p=st.sampled_from([1e-6, 0.5, 0.95, 1.0]),
+    top_k=st.sampled_from([0, 1, 20]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    seed=st.integers(0, 2**63 - 1),
+)
+
+
+def raw(*tensors):
+    return [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def problem(seed=0, tokens=7, hidden=32, vocab=256, dtype=torch.float32):
+    """Hidden states and an LM head whose logits are as peaked as a model's."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_TD = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    head_VD = (torch.randn(vocab, hidden, generator=generator) * 0.5).to(dtype)
+    return hidden_TD, head_VD
+
+
+def draw(hidden_TD, head_VD, params, valid_vocab):
+    """Sampled tokens with the rule that scores them again."""
+    index = torch.arange(hidden_TD.shape[0])
+    result = sample(linear_fp32(hidden_TD, head_VD), params, index + 100, index, valid_vocab)
+    support = None if result.support_ids is None else (result.support_offsets, result.support_ids)
+    return result, ScoreRule(params.score_temperature, valid_vocab, support)
+
+
+def rows_of(rule, start, stop):
+    """The rule for rows start..stop-1 alone."""
+    if rule.support is None:
+        return rule
+    offsets, ids = rule.support
+    part = ids[int(offsets[start]):int(offsets[stop])]
+    return ScoreRule(rule.temperature, rule.valid_vocab, (offsets[start:stop + 1] - offsets[start], part))
+
+
+def exact(logits_TV, targets, rule):
+    """(logprob, entropy) of the rule in logits' dtype by PyTorch's autograd: the oracle."""
+    keep = torch.zeros(logits_TV.shape, dtype=torch.bool)
+    for row in range(logits_TV.shape[0]):
+        ids = slice(0, rule.valid_vocab)
+        if rule.support is not None:
+            offsets, retained = rule.support
+            ids = retained[int(offsets[row]):int(offsets[row + 1])].long()
+        keep[row, ids] = True
+    logp = (logits_TV / rule.temperature).masked_fill(~keep, -torch.inf).log_softmax(-1)
+    entropy = -(logp.exp() * logp.masked_fill(~keep, 0)).sum(-1)
+    return logp.gather(1, targets.unsqueeze(1))[:, 0], entropy
+
+
+class ThreadRank:
+    """A Communicator between threads; sums in rank order (here all addends but one are zero)."""
+
+    def __init__(self, rank, world, slots, barrier):
+        self.rank, self.world, self.slots, self.barrier_ = rank, world, slots, barrier
+
+    def all_gather(self, x, out=None):
+        self.slots[self.rank] = x
+        self.barrier_.wait(20)
+        gathered = torch.stack(self.slots)
+        self.barrier_.wait(20)
+        return gathered
+
+    def all_reduce(self, x, out=None):
+        return torch.sum(self.all_gather(x), 0)
+
+
+def on_ranks(world, function):
+    slots, barrier = [None] * world, threading.Barrier(world)
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(lambda rank: function(ThreadRank(rank, world, slots, barrier)), range(world)))
+
+
+# ---- values ----
+
+
+def test_temperature_divides_the_logits():
+    """CASES 1."""
+    logprob, _ = score_logits(padded([[2.0, 1.0, 0.0]]), torch.tensor([0]), ScoreRule(0.5, 3))
+    assert logprob.item() == pytest.approx(-0.1429, abs=5e-5)
+
+
+def test_nucleus_normalises_over_the_retained_set_on_both_sides():
+    """CASES 2."""
+    logits = padded([[0.5, 0.3, 0.15, 0.05]]).log()
+    for uid in range(50):
+        result = sample(logits, SamplingParams(top_p=0.6), torch.tensor([uid]), torch.tensor([0]), 4)
+        assert result.support_ids.tolist() == [0, 1]
+        if result.tokens.item() == 0:
+            break
+    rule = ScoreRule(1.0, 4, (result.support_offsets, result.support_ids))
+    rescored, _ = score_logits(logits, torch.tensor([0]), rule)
+    assert rescored.item() == pytest.approx(-0.4700, abs=5e-5)
+    assert raw(rescored) == raw(result.logprobs)
+
+
+def test_ids_beyond_the_tokenizer_do_not_exist():
+    """CASES 4: a tokenizer of 151,669 tokens under 151,936 logits, the largest at 151,700."""
+    logits = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(0))
+    logits[:, 151_700] = 50.0
+    absent = logits.clone()
+    absent[:, 151_669:] = float("nan")
+    for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)):
+        one, other = (sample(x, params, torch.tensor([1, 2]), torch.tensor([5, 6]), 151_669) for x in (logits, absent))
+        assert one.tokens.max() < 151_669
+        assert raw(one.logprobs) == raw(other.logprobs)
+    expected = logits[:, :151_669].double().log_softmax(-1)
+    logprob, _ = score_logits(absent, torch.tensor([7, 9]), ScoreRule(1.0, 151_669))
+    torch.testing.assert_close(logprob.double(), expected[[0, 1], [7, 9]], atol=2e-6, rtol=0)
+    with pytest.raises(CheckFailed, match="row 1: target 151700 is not in the vocabulary's ids 0 to 151668"):
+        score_logits(logits, torch.tensor([7, 151_700]), ScoreRule(1.0, 151_669))
+
+
+def padded(rows):
+    """FP32 logits padded to 64 columns with values that must not count."""
+    logits = torch.tensor(rows)
+    return torch.nn.functional.pad(logits, (0, 64 - logits.shape[1]), value=1e30)
+
+
+@settings(max_examples=25, deadline=None)
+@given(params=PARAMS, seed=st.integers(0, 1000), valid=st.integers(200, 256),
+       mode=st.sampled_from(["consistency", "native"]))
+def test_values_agree_with_float64(params, seed, valid, mode):
+    hidden_TD, head_VD = problem(seed)
+    result, rule = draw(hidden_TD, head_VD, params, valid)
+    registry.set_mode(mode)
+    try:
+        logprob, entropy = score(hidden_TD, head_VD, result.tokens, rule, LOCAL)
+    finally:
+        registry.set_mode("consistency")
+    expected = exact(hidden_TD.double() @ head_VD.double().T, result.tokens, rule)
+    torch.testing.assert_close(logprob.double(), expected[0], atol=1e-4, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=2e-4, rtol=1e-5)
+
+
+# ---- bits ----
+
+
+@settings(max_examples=40, deadline=None)
+@given(params=PARAMS, seed=st.integers(0, 1000), tokens=st.integers(1, 9), chunk=st.integers(1, 10),
+       valid=st.integers(200, 256), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_training_recomputes_the_sampled_bits(params, seed, tokens, chunk, valid, dtype):
+    hidden_TD, head_VD = problem(seed, tokens, dtype=dtype)
+    result, rule = draw(hidden_TD, head_VD, params, valid)
+    rescored, entropy = score_logits(linear_fp32(hidden_TD, head_VD), result.tokens, rule)
+    trained, trained_entropy = score(hidden_TD, head_VD, result.tokens, rule, LOCAL, chunk_tokens=chunk)
+    assert raw(result.logprobs) == raw(rescored) == raw(trained)
+    assert raw(entropy) == raw(trained_entropy)
+    assert (result.logprobs <= 1e-6).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(params=PARAMS, seed=st.integers(0, 1000), row=st.integers(0, 6))
+def test_neighbours_in_the_batch_do_not_change_bits(params, seed, row):
+    hidden_TD, head_VD = problem(seed)
+    result, rule = draw(hidden_TD, head_VD, params, 250)
+    together = score(hidden_TD, head_VD, result.tokens, rule, LOCAL)
+    alone = score(hidden_TD[row:row + 1], head_VD, result.tokens[row:row + 1], rows_of(rule, row, row + 1), LOCAL)
+    assert raw(together[0][row], together[1][row]) == raw(*alone)
+
+
+@settings(max_examples=12, deadline=None)
+@given(params=PARAMS, seed=st.integers(0, 1000), world=st.sampled_from([2, 4, 8]),
+       valid=st.sampled_from([100, 250, 256]))
+def test_vocabulary_parallel_ranks_give_the_bits_of_one(params, seed, world, valid):
+    hidden_TD, head_VD = problem(seed)
+    result, rule = draw(hidden_TD, head_VD, params, valid)
+    one = score(hidden_TD, head_VD, result.tokens, rule, LOCAL)
+    for ours in on_ranks(world, lambda comm: score(hidden_TD, head_VD.chunk(world)[comm.rank], result.tokens, rule,
+                                                   comm, chunk_tokens=3)):
+        assert raw(*ours) == raw(*one)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_threads_do_not_change_bits(top_p):
+    hidden_TD, head_VD = problem(tokens=65, vocab=1024)
+    seen = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        head = head_VD.clone().requires_grad_()
+        head.main_grad = torch.zeros(head.shape)
+        hidden = hidden_TD.clone().requires_grad_()
+        result, rule = draw(hidden_TD, head_VD, SamplingParams(temperature=0.7, top_p=top_p), 1000)
+        logprob, entropy = score(hidden, head, result.tokens, rule, LOCAL)
+        logprob.sum().backward()
+        seen.append(raw(result.tokens, result.logprobs, logprob.detach(), entropy, hidden.grad, head.main_grad))
+    torch.set_num_threads(1)
+    assert seen[0] == seen[1]
+
+
+def test_a_negative_zero_logit_scores_as_zero_on_both_sides():
+    target, rule = torch.tensor([0]), ScoreRule(1.0, 1)
+    rollout = score_logits(torch.full((1, 64), -0.0), target, rule)
+    training = score(torch.ones(1, 1), torch.full((64, 1), -0.0), target, rule, LOCAL)
+    assert raw(*rollout) == raw(*training)
+
+
+# ---- gradients ----
+
+
+@settings(max_examples=15, deadline=None)
+@given(params=PARAMS, seed=st.integers(0, 1000), chunk=st.integers(1, 8), world=st.sampled_from([1, 2]))
+def test_gradients_agree_with_float64_autograd(params, seed, chunk, world):
+    hidden_TD, head_VD = problem(seed)
+    result, rule = draw(hidden_TD, head_VD, params, 250)
+    upstream = torch.randn(7, generator=torch.Generator().manual_seed(seed))
+
+    def gradients(comm):
+        hidden, head = hidden_TD.clone().requires_grad_(), head_VD.chunk(world)[comm.rank].clone().requires_grad_()
+        head.main_grad = torch.ones(head.shape)
+        logprob, entropy = score(hidden, head, result.tokens, rule, comm, chunk)
+        assert not entropy.requires_grad
+        logprob.backward(upstream)
+        assert head.grad is None
+        return hidden.grad, head.main_grad - 1
+
+    dhidden, dhead = zip(*(on_ranks(world, gradients) if world > 1 else [gradients(LOCAL)]), strict=True)
+    hidden, head = hidden_TD.double().requires_grad_(), head_VD.double().requires_grad_()
+    exact(hidden @ head.T, result.tokens, rule)[0].backward(upstream.double())
+    torch.testing.assert_close(sum(dhidden).double(), hidden.grad, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(dhead).double(), head.grad, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunking_does_not_change_a_bit_of_the_gradients(top_p, dtype):
+    hidden_TD, head_VD = problem(dtype=dtype)
+    result, rule = draw(hidden_TD, head_VD, SamplingParams(top_p=top_p), 250)
+    seen = []
+    for chunk in (1, 3, 1024):
+        hidden, head = hidden_TD.clone().requires_grad_(), head_VD.clone().requires_grad_()
+        head.main_grad = torch.zeros(head.shape)
+        score(hidden, head, result.tokens, rule, LOCAL, chunk)[0].sum().backward()
+        assert hidden.grad.dtype == dtype
+        seen.append(raw(hidden.grad, head.main_grad))
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_native_gradients_agree_with_the_contract_ones(top_p):
+    hidden_TD, head_VD = problem()
+    result, rule = draw(hidden_TD, head_VD, SamplingParams(temperature=0.7, top_p=top_p), 250)
+    seen = []
+    for mode in ("native", "consistency"):
+        registry.set_mode(mode)
+        hidden, head = hidden_TD.clone().requires_grad_(), head_VD.clone().requires_grad_()
+        head.main_grad = torch.zeros(head.shape)
+        score(hidden, head, result.tokens, rule, LOCAL, 3)[0].sum().backward()
+        seen.append((hidden.grad, head.main_grad))
+    torch.testing.assert_close(seen[0], seen[1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_frozen_head_needs_no_gradient_buffer():
+    hidden_TD, head_VD = problem()
+    hidden_TD.requires_grad_()
+    score(hidden_TD, head_VD, torch.zeros(7, dtype=torch.int64), ScoreRule(1.0, 256), LOCAL)[0].sum().backward()
+    assert hidden_TD.grad.abs().sum() > 0
+
+
+# ---- errors and edges ----
+
+
+def test_a_target_outside_its_retained_set_names_row_and_ids():
+    rule = ScoreRule(1.0, 64, (torch.tensor([0, 2, 4]), torch.tensor([1, 5, 0, 9], dtype=torch.int32)))
+    with pytest.raises(CheckFailed, match=r"row 1: target 5 is not in its retained set of 2 ids \(0, 9\)"):
+        score_logits(torch.zeros(2, 64), torch.tensor([5, 5]), rule)
+
+
+def test_a_support_of_another_length_is_refused():
+    rule = ScoreRule(1.0, 64, (torch.tensor([0, 1]), torch.tensor([1], dtype=torch.int32)))
+    with pytest.raises(ValueError, match="1 rows over 1 .*, expected int32 ids under one row per target: 2"):
+        score_logits(torch.zeros(2, 64), torch.tensor([1, 1]), rule)
+
+
+def test_no_tokens_give_no_scores():
+    hidden_TD, head_VD = problem(tokens=0)
+    none = torch.zeros(0, dtype=torch.int64)
+    for support in (None, (torch.tensor([0]), torch.zeros(0, dtype=torch.int32))):
+        logprob, entropy = score(hidden_TD, head_VD, none, ScoreRule(1.0, 256, support), LOCAL)
+        assert logprob.shape == entropy.shape == (0,)
+
+
+@pytest.fixture(autouse=True)
+def consistency_mode():
+    registry.set_mode("consistency")
+    torch.set_num_threads(1)
+    yield
+    registry.set_mode("consistency")

@@ -1,0 +1,99 @@
+"""The memory plan (CASES 7)."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlk.config import RunConfig, resolve
+from rlk.errors import UsageError
+from rlk.model.config import ModelConfig
+from rlk.model.qwen3 import Qwen3
+from rlk.plan import GIB, activation_bytes, available_memory, local_parameters, plan_memory
+from rlk.report.plan import memory_table
+from rlk.topology import Topology
+
+SMALL = ModelConfig(hidden_size=64, intermediate_size=192, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+                    vocab_size=500, max_position=1024)
+QWEN3_8B = ModelConfig(hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8,
+                       head_dim=128, vocab_size=151936, max_position=40960)
+
+
+def plan(config, model=SMALL, world=1, available=64 * GIB, longest_prompt=20):
+    topology = Topology.plan(world, 0, config.tp, config.cp, config.engine_tp, model)
+    return plan_memory(config, model, topology, longest_prompt, available)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_parameters_are_the_models(tie):
+    model = dataclasses.replace(SMALL, tie_embeddings=tie)
+    built = Qwen3(model, torch.float32)
+    assert local_parameters(model, 1) == sum(built.parameters[spec.name].numel() for spec in built.specs)
+
+
+def test_8b_has_the_published_number_of_parameters():
+    assert local_parameters(QWEN3_8B, 1) == 8_190_735_360
+    assert 4 * local_parameters(QWEN3_8B, 4) == pytest.approx(8_190_735_360, rel=1e-3)
+
+
+def test_what_does_not_fit_is_refused_with_the_sum_item_by_item():
+    memory = plan(RunConfig(kl_coef=0.01), QWEN3_8B, available=24 * GIB)
+    with pytest.raises(UsageError) as caught:
+        memory.check()
+    text = str(caught.value)
+    for name, size in memory.items.items():
+        assert f"{name} {size / GIB:.2f} GiB" in text
+    assert f"= {memory.total / GIB:.2f} GiB on each rank, but 24.00 GiB is available" in text and "\n" not in text
+
+
+@pytest.mark.parametrize("profile, gpu_bytes", [("mi300x-qwen3-8b", 191 * GIB), ("h200-qwen3-8b", 139 * GIB)])
+def test_the_gpu_profiles_fit_their_gpus(profile, gpu_bytes):
+    config, _ = resolve(profile, {}, {})
+    memory = plan(config, QWEN3_8B, config.nproc, gpu_bytes, longest_prompt=1024)
+    memory.check()
+    assert memory.kv_pages == 8 * (1024 + 6912) // config.page_size
+
+
+def test_weights_are_held_again_for_a_reference_and_for_another_rollout_tp():
+    weights = local_parameters(SMALL, 1) * 2
+    alone = plan(RunConfig())
+    assert alone.items["weights"] == weights
+    assert "reference model" not in alone.items and "engine's own weights" not in alone.items
+    assert plan(RunConfig(kl_coef=0.1)).items["reference model"] == weights
+    assert plan(RunConfig(rollout_tp=2), world=2).items["engine's own weights"] == local_parameters(SMALL, 2) * 2
+
+
+def test_optimizer_is_sharded_over_dp_and_cp():
+    item = "optimizer (fp32 master, two moments)"
+    shared = plan(RunConfig(cp=2), world=4).items[item]
+    assert shared == pytest.approx(plan(RunConfig()).items[item] / 4, abs=12)
+
+
+def test_kv_pages_are_what_the_run_can_use_or_what_the_fraction_allows():
+    config = RunConfig(max_response_len=44, page_size=16, rollout_batch_size=2, samples_per_prompt=4)
+    assert plan(config).kv_pages == 4 * 8
+    assert plan(dataclasses.replace(config, max_running=3)).kv_pages == 4 * 3
+    page = 2 * SMALL.num_layers * 16 * SMALL.num_kv_heads * SMALL.head_dim * 2
+    assert plan(dataclasses.replace(config, memory_fraction=1.0), available=10 * page).kv_pages == 10
+
+
+def test_room_for_less_than_one_sequence_is_refused():
+    with pytest.raises(UsageError, match="needs 4 KV pages of .* holds 3"):
+        page = 2 * SMALL.num_layers * 16 * SMALL.num_kv_heads * SMALL.head_dim * 2
+        plan(RunConfig(max_response_len=44, memory_fraction=1.0), available=3 * page)
+
+
+def test_recompute_lowers_the_activations():
+    topology = Topology.plan(1, 0, 1, 1)
+    kept = activation_bytes(RunConfig(recompute=False), QWEN3_8B, topology, 4096, 2)
+    assert activation_bytes(RunConfig(), QWEN3_8B, topology, 4096, 2) < kept / 3
+
+
+def test_ranks_share_the_memory_of_a_host():
+    assert available_memory("cpu", 4) == pytest.approx(available_memory("cpu", 1) / 4, rel=0.2)
+
+
+def test_the_table_has_every_item_and_the_sum():
+    memory = plan(RunConfig())
+    shown = memory_table(memory)
+    assert all(name in shown for name in memory.items) and f"{memory.total / GIB:.2f} GiB" in shown
