@@ -29,9 +29,10 @@ SERVER.set_forkserver_preload(["torch", "torch.distributed", "pytest", "hypothes
 def run_ranks(world: int, function: Callable, *args, may_die: Collection[int] = (), limit_s: float = LIMIT_S) -> list:
     """Call function(rank, world, *args) in `world` new processes joined by gloo; returns the results in rank order.
 
-    `function` is module-level, arguments and results picklable. Each process has one thread. The failure that happened
-    first is raised again here, with its rank and traceback as a note. A rank in `may_die` may be killed: its result is
-    None. Raises TimeoutError after `limit_s` seconds, and leaves no process behind.
+    `function` is module-level, arguments and results picklable. Each process starts with one thread (a function may
+    call torch.set_num_threads). The failure that happened first is raised again here, with its rank and traceback as a
+    note. A rank in `may_die` may be killed: its result is None. Raises TimeoutError after `limit_s` seconds, and leaves
+    no process behind.
     """
     with tempfile.TemporaryDirectory(prefix="rlk-ranks-") as folder:
         port = _free_port()

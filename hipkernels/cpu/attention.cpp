@@ -82,14 +82,6 @@ State state_in(std::vector<float>& buffer, int vectors, int E) {
   return {p, p + size_t(vectors) * E, p + size_t(vectors) * (E + 1)};
 }
 
-// The rows of a block are spread over memory: ask for all of them at once.
-template <class T> inline void prefetch(Rows<T> x, const long* row, int count, int head, int heads, int E) {
-  for (int j = 0; j < count; j++) {
-    auto line = reinterpret_cast<const char*>(x.at(row[j], head, E));
-    for (size_t byte = 0; byte < heads * E * sizeof(T); byte += 64) __builtin_prefetch(line + byte);
-  }
-}
-
 template <class T, class Keys>
 void run_task(const Task& task, const Segment& segment, Shape shape, Rows<T> q_rows, Rows<T> k_rows, Rows<T> v_rows,
               const Keys& keys, T* o_THE, float* lse_TH) {
@@ -104,6 +96,7 @@ void run_task(const Task& task, const Segment& segment, Shape shape, Rows<T> q_r
   State chunk = state_in(scratch.chunk, all_vectors, E);
   State all = length > kChunk ? state_in(scratch.all, all_vectors, E) : chunk;
   auto query_head = [&](int g) { return long(task.first_head + g) * group; };
+  for (int i = 0; i < task.rows; i++) prefetch(q_rows.at(row0 + i, query_head(0), E), long(task.heads) * group * E);
   for (int g = 0; g < task.heads; g++)
     for (int i = 0; i < task.rows; i++)
       copy_row(q_rows.at(row0 + i, query_head(g), E), group * E, q + (size_t(g) * vectors + i * group) * E);
@@ -114,8 +107,8 @@ void run_task(const Task& task, const Segment& segment, Shape shape, Rows<T> q_r
       const int keys_here = std::min(kBlock, length - block0);
       long key_row[kBlock];
       keys.rows(segment.source, block0, keys_here, key_row);
-      prefetch(k_rows, key_row, keys_here, task.first_head, task.heads, E);
-      prefetch(v_rows, key_row, keys_here, task.first_head, task.heads, E);
+      for (Rows<T> x : {k_rows, v_rows})
+        for (int j = 0; j < keys_here; j++) prefetch(x.at(key_row[j], task.first_head, E), long(task.heads) * E);
       for (int g = 0; g < task.heads; g++) {
         pack_transposed(k_rows, key_row, keys_here, task.first_head + g, E, k_EJ);
         pack_rows(v_rows, key_row, keys_here, task.first_head + g, E, v_JE);

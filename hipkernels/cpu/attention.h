@@ -15,8 +15,8 @@
 //   merge   the first chunk's state is copied; chunk c then joins, ascending:
 //             m' = max(m, m_c);  o = fma(o_c, exp2(m_c - m'), o * exp2(m - m')), l likewise
 //   result  o / l, rounded once to the activation dtype
-// Vector lanes run across keys (logits) or across E (outputs), never along a sum. Threads share out (segment, kv head,
-// slice of its rows); no sum crosses a slice. So a row's bits depend on its q and its keys alone.
+// Vector lanes run across keys (logits) or across E (outputs), never along a sum. Threads share out (segment, slice of
+// its rows, kv heads); no sum crosses such a task. So a row's bits depend on its q and its keys alone.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -85,6 +85,12 @@ template <class T> struct Rows {
 inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // ---- copies to FP32
+
+// Heads of rows are spread over memory: ask for the `n` elements from p before they are waited for one by one.
+template <class T> inline void prefetch(const T* p, long n) {
+  auto line = reinterpret_cast<const char*>(p);
+  for (size_t byte = 0; byte < n * sizeof(T); byte += 64) __builtin_prefetch(line + byte);
+}
 
 // n is a multiple of 16.
 template <class T> inline void copy_row(const T* __restrict from, int n, float* __restrict to) {

@@ -49,7 +49,8 @@ inline void multiply(const float* a, long a_row, long a_step, const float* b, lo
     });
 }
 
-template <class T> void run_group(const Group& group, int kv_head, PackedKeys keys, const Inputs<T>& in, Gradients<T> out) {
+template <class T>
+void run_group(const Group& group, int kv_head, PackedKeys keys, const Inputs<T>& in, Gradients<T> out) {
   const int E = in.E, share = in.H / in.G;
   static thread_local Scratch scratch;
   auto& vectors = scratch.vectors;
@@ -57,21 +58,27 @@ template <class T> void run_group(const Group& group, int kv_head, PackedKeys ke
   int length = 0;
   for (int s = 0; s < group.count; s++) {
     const Segment& segment = group.segments[s];
-    for (int i = 0; i < segment.row_count; i++)
+    for (int i = 0; i < segment.row_count; i++) {
+      for (Rows<T> x : {in.d_out, in.out, in.q})
+        prefetch(x.at(segment.row_start + long(i), kv_head * share, E), long(share) * E);
       for (int h = 0; h < share; h++)
         vectors.push_back({segment.row_start + long(i), kv_head * share + h, segment.position_start + i});
+    }
     length = std::max(length, segment.position_start + segment.row_count);
   }
   const int n = int(vectors.size());
   float* dq = grown(scratch.dq, size_t(n) * E);
   float* delta = grown(scratch.delta, n);
   std::fill(dq, dq + size_t(n) * E, 0.0f);
-  for (int i = 0; i < n; i++)
-    delta[i] = dot16(in.d_out.at(vectors[i].row, vectors[i].head, E), in.out.at(vectors[i].row, vectors[i].head, E), E);
+  for (int i = 0; i < n; i++) {
+    const Vector& at = vectors[i];
+    delta[i] = dot16(in.d_out.at(at.row, at.head, E), in.out.at(at.row, at.head, E), E);
+  }
 
   float* k_EJ = grown(scratch.tiles, size_t(5) * E * kBlock + size_t(2) * kVectorTile * (E + kBlock));
   float *v_EJ = k_EJ + E * kBlock, *k_JE = v_EJ + E * kBlock, *dk = k_JE + E * kBlock, *dv = dk + E * kBlock;
-  float *q = dv + E * kBlock, *d_out = q + kVectorTile * E, *p = d_out + kVectorTile * E, *ds = p + kVectorTile * kBlock;
+  float *q = dv + E * kBlock, *d_out = q + kVectorTile * E;
+  float *p = d_out + kVectorTile * E, *ds = p + kVectorTile * kBlock;
   const float scale = logit_scale(E), softmax_scale = float(1.0 / std::sqrt(double(E)));
 
   for (int block0 = 0; block0 < length; block0 += kBlock) {
@@ -101,7 +108,8 @@ template <class T> void run_group(const Group& group, int kv_head, PackedKeys ke
       multiply(d_out, E, 1, v_EJ, kBlock, E, ds, kBlock, rows, width, false);
       for (int i = 0; i < rows; i++) {
         float *p_i = p + i * kBlock, *ds_i = ds + i * kBlock;
-        const float lse = in.lse_TH[vectors[first + i].row * in.H + vectors[first + i].head], delta_i = delta[first + i];
+        const Vector& at = vectors[first + i];
+        const float lse = in.lse_TH[at.row * in.H + at.head], delta_i = delta[first + i];
         for (int j = 0; j < width; j++) {
           p_i[j] = exp2_f32(p_i[j] * scale - lse);
           ds_i[j] = p_i[j] * (ds_i[j] - delta_i);
@@ -119,9 +127,10 @@ template <class T> void run_group(const Group& group, int kv_head, PackedKeys ke
         out.dv_UGE[at] = from_float<T>(dv[j * E + e]);
       }
   }
-  for (int i = 0; i < n; i++)
-    for (int e = 0; e < E; e++)
-      out.dq_THE[(vectors[i].row * in.H + vectors[i].head) * E + e] = from_float<T>(dq[size_t(i) * E + e] * softmax_scale);
+  for (int i = 0; i < n; i++) {
+    T* to = out.dq_THE + (vectors[i].row * in.H + vectors[i].head) * E;
+    for (int e = 0; e < E; e++) to[e] = from_float<T>(dq[size_t(i) * E + e] * softmax_scale);
+  }
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ using Size = int64_t;
 
 constexpr int kTileVecs = kLanes == 4 ? 4 : 2;
 constexpr int kTileCols = kTileVecs * kLanes;
-constexpr int kTileRows = kLanes == 16 ? 14 : 6;
+constexpr int kTileRows = kLanes == 16 ? 8 : 6;  // as many as leave a register for each row's address
 constexpr int kNarrowRows = 12;  // a half-width tile needs more rows to hide the latency of the FMA
 constexpr int kMostRows = std::max(kTileRows, kNarrowRows);
 constexpr Size kDepthBlock = 256;        // a panel of V then fits the first-level cache, a block of S the second
@@ -112,7 +112,8 @@ TileFunction tile_function(int rows, std::index_sequence<R...>) {
 }
 
 template <bool kPanel> TileFunction tile_function(int rows, bool narrow) {
-  if (narrow) return tile_function<kTileVecs / 2, kPanel>(rows, std::make_index_sequence<kNarrowRows>());
+  constexpr int kMost = kPanel ? kTileRows : kNarrowRows;
+  if (narrow) return tile_function<kTileVecs / 2, kPanel>(rows, std::make_index_sequence<kMost>());
   return tile_function<kTileVecs, kPanel>(rows, std::make_index_sequence<kTileRows>());
 }
 
@@ -185,6 +186,7 @@ void pack_rows(const Broadcast<T>& s, Size row, Size rows, Size from, Size depth
   }
 }
 
+// Tiles [row][width] that do not live in C itself are copied from and to it.
 template <class T>
 void read_tile(const Output<T>& out, Size row, Size rows, Size col, Size cols, Size width, float* tile) {
   for (Size r = 0; r < rows; ++r)
@@ -245,8 +247,8 @@ void multiply_block(const Broadcast<S>& s, const Output<O>& out, Size row, Size 
         }
         const bool fresh = first && !out.accumulate;
         if (by_panel) {
-          tile_function<true>(height, narrow)(part, packed + r / kTileRows * panel_stride(part), 0, panel, tile, tile_stride,
-                                            fresh);
+          const float* s_panel = packed + r / kTileRows * panel_stride(part);
+          tile_function<true>(height, narrow)(part, s_panel, 0, panel, tile, tile_stride, fresh);
         } else {
           const Size s_stride = in_place ? s.row_stride : part;
           const float* s_rows =
@@ -259,8 +261,10 @@ void multiply_block(const Broadcast<S>& s, const Output<O>& out, Size row, Size 
   }
 }
 
+// The whole product: the threads pack V together, then each multiplies its blocks of rows.
 template <class S, class V, class O>
 void multiply(const Broadcast<S>& s, const Lanes<V>& v, const Output<O>& out, Size rows, Size cols, Size depth) {
+  if (rows == 0 || cols == 0) return;
   const int threads = rows * cols * depth < kSerialWork ? 1 : omp_get_max_threads();
   const Size cols_at_a_time = std::max<Size>(kPanelFloats / std::max<Size>(depth, 1) / kTileCols, 1) * kTileCols;
   const Size row_blocks = ceil_div(ceil_div(rows, threads), kRowBlock) * threads;
@@ -301,7 +305,7 @@ void vector_block(const T* x, const T* w, O* y, Size n, Size last, Size depth, S
   for (; d + 4 <= depth; d += 4) {
     if (d % 16 == 0) {  // a cache line of each of the next rows
       const T* next = w + (n + 8 * kBlocks) * w_stride + d;
-      for (int i = 0; i < 8 * kBlocks; ++i) _mm_prefetch(reinterpret_cast<const char*>(next + i * w_stride), _MM_HINT_T0);
+      for (int i = 0; i < 8 * kBlocks; ++i) __builtin_prefetch(next + i * w_stride);
     }
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {

@@ -47,7 +47,8 @@ template <class T> inline void add_row(const float* partial, const T* residual, 
   for (Size i = 0; i < n; ++i) hidden[i] = from_float<T>(to_float(residual[i]) + partial[i]);
 }
 
-// dx of y = x * scale * w, with scale = inverse_rms(x): scale * (dy*w - normed * mean(dy*w * normed)), normed = x*scale.
+// dx of y = normed * w, with normed = x * scale and scale = inverse_rms(x):
+// scale * (dy * w - normed * mean(dy * w * normed)).
 // dy(i) and addend(i) give FP32 values; the addend is the gradient of x used beside the norm.
 template <class T, class Dy, class Addend>
 inline void norm_row_backward(const T* x, const T* w, T* dx, Size n, float scale, Dy dy, Addend addend) {
@@ -84,7 +85,10 @@ void norm_weight_gradient(Size rows, Size columns, const float* scale, Dy dy, X 
     for (Size row = 0; row < rows; ++row) {
       auto* dy_row = dy(row) + first;
       auto* x_row = x(row) + first;
-      for (int c = 0; c < count; ++c) acc[c] = __builtin_fmaf(to_float(dy_row[c]), to_float(x_row[c]) * scale[row], acc[c]);
+      for (int c = 0; c < count; ++c) {
+        float normed = to_float(x_row[c]) * scale[row];
+        acc[c] = __builtin_fmaf(to_float(dy_row[c]), normed, acc[c]);
+      }
     }
     std::copy(acc, acc + count, dw + first);
   }
@@ -99,8 +103,8 @@ using namespace rlk;
 
 // y = rms_norm(x) * w, x and y [rows, n]. With `partial` (FP32), x is the residual and hidden = x + partial is written
 // and normalised in its place.
-RLK_EXPORT int rlk_rms_norm(const float* partial, const void* x, const void* w, void* hidden, void* y, Size rows, Size n,
-                            float eps, int dtype) {
+RLK_EXPORT int rlk_rms_norm(const float* partial, const void* x, const void* w, void* hidden, void* y, Size rows,
+                            Size n, float eps, int dtype) {
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel for schedule(static) if (rows * n >= kSerialWork)
@@ -123,8 +127,10 @@ RLK_EXPORT int rlk_residual_add(const float* partial, const void* residual, void
     using T = decltype(type);
     constexpr Size block = 4096;
 #pragma omp parallel for schedule(static) if (count >= kSerialWork)
-    for (Size i = 0; i < count; i += block)
-      add_row(partial + i, static_cast<const T*>(residual) + i, static_cast<T*>(hidden) + i, std::min(block, count - i));
+    for (Size i = 0; i < count; i += block) {
+      const Size part = std::min(block, count - i);
+      add_row(partial + i, static_cast<const T*>(residual) + i, static_cast<T*>(hidden) + i, part);
+    }
     return int(kOk);
   });
 }
@@ -181,8 +187,8 @@ RLK_EXPORT int rlk_qk_norm_rope(const void* x, const void* w, const float* cosin
 
 // dx[T, H, E]; dw (FP32, may be null) += the weight's gradient, rows in (token, head) order.
 RLK_EXPORT int rlk_qk_norm_rope_backward(const void* dy, const void* x, const void* w, const float* cosine,
-                                         const float* sine, void* dx, float* dw, Size x_stride, Size tokens, Size heads,
-                                         Size head_dim, float eps, int dtype) {
+                                         const float* sine, void* dx, float* dw, Size x_stride, Size tokens,
+                                         Size heads, Size head_dim, float eps, int dtype) {
   if (head_dim % 2 || head_dim > kMostHeadDim) return kBadShape;
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
@@ -201,7 +207,8 @@ RLK_EXPORT int rlk_qk_norm_rope_backward(const void* dy, const void* x, const vo
       for (Size i = 0; i < head_dim; ++i) upstream[i] = to_float(dy_row[i]);
       rotate(upstream, cosine + angle, sine + angle, -1.0f, back, half);
       scale[row] = inverse_rms(x_row(row), head_dim, eps);
-      norm_row_backward(x_row(row), static_cast<const T*>(w), static_cast<T*>(dx) + row * head_dim, head_dim, scale[row],
+      T* dx_row = static_cast<T*>(dx) + row * head_dim;
+      norm_row_backward(x_row(row), static_cast<const T*>(w), dx_row, head_dim, scale[row],
                         [back](Size i) { return back[i]; }, [](Size) { return 0.0f; });
     }
     if (dw)

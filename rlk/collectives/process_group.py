@@ -8,6 +8,10 @@ import torch.distributed as dist
 from rlk.collectives.tree import tree_sum
 from rlk.errors import CheckFailed
 
+# torch 2.13 renamed them, and warns at every call of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class ProcessGroupCommunicator:
     """A Communicator (see rlk.collectives) over torch.distributed.
@@ -50,7 +54,7 @@ class ProcessGroupCommunicator:
             received = torch.empty_like(parts)
             self._transport(dist.all_to_all_single, _as_bytes(received), _as_bytes(parts))
             return out.copy_(tree_sum(received.unbind(0)))
-        self._transport(dist.reduce_scatter_tensor, out, x)
+        self._transport(_reduce_scatter, out, x)
         return out
 
     def barrier(self) -> None:
@@ -62,7 +66,7 @@ class ProcessGroupCommunicator:
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty((self.world, *x.shape))
-        self._transport(dist.all_gather_into_tensor, _as_bytes(gathered), _as_bytes(x))
+        self._transport(_all_gather, _as_bytes(gathered), _as_bytes(x))
         return gathered
 
     def _begin(self, operation: str, x: torch.Tensor) -> None:

@@ -126,15 +126,16 @@ def gather_parameter(model: Qwen3, spec: ParameterSpec) -> dict[str, torch.Tenso
     return tensors
 
 
-def gather_full(model: Qwen3) -> dict[str, torch.Tensor]:
+def gather_full(model: Qwen3, keep: bool = True) -> dict[str, torch.Tensor]:
     """The whole checkpoint: Hugging Face name -> contiguous tensor in host memory, without vocabulary padding.
 
-    A collective over the TP group.
+    A collective over the TP group. A rank that does not `keep` it takes part only, and gets an empty dict: eight
+    copies of a large model would not fit in one host.
     """
     full = {}
     for spec in model.specs:
         tensors = gather_parameter(model, spec)
-        for part in spec.parts:
+        for part in spec.parts if keep else ():
             full[part.hf_name] = tensors[part.hf_name][:part.shape[0]].cpu().contiguous()
     return full
 
@@ -174,7 +175,7 @@ def save_model(model: Qwen3, directory: str | Path, world: Communicator, source:
     if directory.exists():
         raise UsageError(f"{directory} exists already, expected a new directory; choose another or remove it")
     world.barrier()  # every rank has looked before rank 0 makes it
-    tensors = gather_full(model)
+    tensors = gather_full(model, keep=world.rank == 0)
     if world.rank == 0:
         partial = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,23 +1,17 @@
-"""The model against transformers' Qwen3ForCausalLM, and against itself in other layouts.
+"""The model against transformers' Qwen3ForCausalLM.
 
 Shape legend: T tokens, H query heads, G key/value heads, E head dim, D hidden, V vocabulary.
 """
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlk.collectives.factory import make_communicator
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
 from rlk.model.qwen3 import ALIGNMENT, Qwen3, parameter_specs
 from rlk.model.weights import gather_full
-from rlk.ops.attention import attention_varlen
-from tests.models import TINY_SHAPE, random_model
-from tests.spawn import run_ranks
-
-TOKENS_T = torch.randint(0, 500, (70,), generator=torch.Generator().manual_seed(7))
+from tests.models import TINY_SHAPE, TOKENS_T, OneSequence, bits, logits_of, random_model
 
 # Qwen3 as published: hidden, intermediate, layers, heads, key/value heads, tied, and parameters in all.
 PUBLISHED = {
@@ -28,18 +22,6 @@ PUBLISHED = {
     "14B": (5120, 17408, 40, 40, 8, False, 14_768_307_200),
     "32B": (5120, 25600, 64, 64, 8, False, 32_762_123_264),
 }
-
-
-class OneSequence:
-    """A ForwardContext: the tokens are one sequence from position 0."""
-
-    def __init__(self, length):
-        self.positions_T = torch.arange(length)
-        self.segments = torch.tensor([[0, length, 0, 0]], dtype=torch.int32)
-        self.key_starts = torch.zeros(1, dtype=torch.int32)
-
-    def attend(self, layer, q_THE, k_TGE, v_TGE):
-        return attention_varlen(q_THE, k_TGE, v_TGE, self.segments, self.key_starts)
 
 
 def published_config(name):
@@ -57,18 +39,9 @@ def transformers_twin(model):
     return twin
 
 
-def logits_of(model, tokens_T=TOKENS_T):
-    with torch.no_grad():
-        return model.logits(model.hidden(tokens_T, OneSequence(len(tokens_T))))
-
-
 def transformers_logits(model):
     with torch.no_grad():
         return transformers_twin(model)(TOKENS_T[None]).logits[0]
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("shape", [
@@ -134,52 +107,6 @@ def test_training_and_inference_forwards_have_the_same_bits():
     hidden_TD = model.hidden(TOKENS_T, OneSequence(len(TOKENS_T)))
     assert hidden_TD.requires_grad
     assert bits(model.logits(hidden_TD.detach())) == bits(expected)
-
-
-def _logits_and_gradients(rank, world, dtype, leaves):
-    comm = make_communicator(dist.group.WORLD, "cpu", "consistency", timeout_s=30)
-    model = random_model(0, dtype, comm, leaves)
-    logits = bits(logits_of(model))
-    model.enable_training(recompute=True)
-    model.hidden(TOKENS_T, OneSequence(len(TOKENS_T))).float().square().sum().div(world).backward()
-    gradients = {}
-    for spec in model.specs:
-        gradient = model.parameters[spec.name].main_grad
-        if spec.tp_partial:
-            gradient = comm.all_reduce(gradient)
-        gradients[spec.name] = gradient
-    comm.close()
-    return logits, gradients
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensor_parallelism_changes_no_bit_of_the_logits(dtype):
-    alone = bits(logits_of(random_model(0, dtype, leaves=2)))
-    for logits, _ in run_ranks(2, _logits_and_gradients, dtype, 2):
-        assert logits == alone
-
-
-def test_tensor_parallel_gradients_are_shards_of_those_of_one_rank():
-    model = random_model(0, torch.float32, leaves=2)
-    model.enable_training()
-    model.hidden(TOKENS_T, OneSequence(len(TOKENS_T))).float().square().sum().backward()
-    ranks = [gradients for _, gradients in run_ranks(2, _logits_and_gradients, torch.float32, 2)]
-    for spec in model.specs:
-        row = 0
-        for part in spec.parts:
-            local_rows = part.local_shape(2)[0]
-            shards = [gradients[spec.name][row:row + local_rows] for gradients in ranks]
-            row += local_rows
-            whole = torch.cat(shards, part.split) if spec.tp_sharded else shards[0]
-            full = model.parameters[spec.name].main_grad
-            expected = full if len(spec.parts) == 1 else _rows_of(spec, part, full)
-            torch.testing.assert_close(whole, expected, rtol=1e-3, atol=1e-3 * full.abs().max().item(),
-                                       msg=lambda text, name=part.hf_name: f"{name}: {text}")
-
-
-def _rows_of(spec, part, full):
-    before = sum(other.shape[0] for other in spec.parts[:spec.parts.index(part)])
-    return full[before:before + part.shape[0]]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -11,7 +11,7 @@ from rlk.errors import UsageError
 from rlk.model import tiny
 from rlk.model.config import ModelConfig
 from rlk.model.weights import load_model
-from tests.unit.test_model import OneSequence
+from tests.models import OneSequence
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from rlk.model import weights
 from rlk.model.config import ModelConfig
 from rlk.model.qwen3 import Qwen3
 from rlk.model.weights import gather_full, load_model, reshard_into, save_model, storage_checksum
-from tests.models import TINY_SHAPE, random_model
-from tests.unit.test_model import TOKENS_T, bits, logits_of
+from tests.models import TINY_SHAPE, TOKENS_T, bits, logits_of, random_model
 
 FOUR_HEADS = dict(num_heads=8, num_kv_heads=4, tie_embeddings=True)
 
