@@ -27,7 +27,7 @@ OTHER_VARIABLES = ("RLK_PROFILE", "RLK_CPU_ISA")
 # Negative controls: each breaks one link between rollout and training on purpose, so the audit must fail.
 FAULTS = {
     "weight-bit": "flip one bit of one weight on the last rank, between rollout and training",
-    "kernel-order": "training sums K in another order in its column-parallel GEMMs",
+    "kernel-order": "training sums K in another order in the lm_head GEMM",
     "crossing-token": "training scores without the least likely token of each retained set (it crossed top-p)",
     "temperature": "training scores at 1.25 x the sampling temperature",
     "shift": "training's log-probs are one token late",

@@ -80,9 +80,14 @@ class Registry:
         )
 
     def unserved(self, device: str, mode: str) -> list[str]:
-        """Operators that `call` would refuse on this device in that mode, whatever the dtype; sorted."""
-        return sorted(op for op, backends in self._backends.items()
-                      if not any(device in b.devices and b.contract == (mode == "consistency") for b in backends))
+        """Operators that `call` would refuse on this device in that mode, whatever the dtype; sorted.
+
+        One that no device serves in that mode is left out: it belongs to the other mode alone, as the backward of an
+        operator that torch differentiates by itself.
+        """
+        able = {op: [b for b in backends if b.contract == (mode == "consistency")]
+                for op, backends in self._backends.items()}
+        return sorted(op for op, backends in able.items() if backends and not any(device in b.devices for b in backends))
 
     @contextmanager
     def override(self, op: str, function: Callable) -> Iterator[None]:

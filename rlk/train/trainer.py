@@ -125,12 +125,11 @@ class Trainer:
         """Log-prob and entropy (FP32 [R]) of the pack's response tokens, from tokens and retained sets only."""
         run, head_VD = self.run, model.parameters["lm_head"]
         fault = run.fault if model is run.policy else run.no_fault
-        with fault.kernels():
-            hidden_TD = model.hidden(pack.tokens_T, PackContext(pack, run.groups.cp))
-        hidden_RD = hidden_TD[pack.rows_R]
+        hidden_RD = model.hidden(pack.tokens_T, PackContext(pack, run.groups.cp))[pack.rows_R]
         support = fault.support(pack.support, hidden_RD, model, run.groups.tp, pack.targets_R)
         rule = ScoreRule(fault.temperature(run.sampling.score_temperature), run.valid_vocab, support)
-        logprob_R, entropy_R = score(hidden_RD, head_VD, pack.targets_R, rule, run.groups.tp)
+        with fault.kernels():
+            logprob_R, entropy_R = score(hidden_RD, head_VD, pack.targets_R, rule, run.groups.tp)
         return fault.logprobs(logprob_R), entropy_R
 
     def reference_logprob(self, pack: Pack) -> torch.Tensor | None:
