@@ -11,7 +11,6 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: cpu  ## train a tiny Qwen3 on 2 CPU ranks, with the audit on; ends with a verdict
-	@$(PY) bin/rlk init-model build/tiny
 	@$(PY) bin/rlk run --profile cpu-tiny
 
 test: cpu  ## run every test that this machine can run

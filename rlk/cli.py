@@ -153,8 +153,8 @@ def validate(directory: str) -> int:
 def init_model(directory: str, seed: int) -> int:
     """Create a tiny Qwen3 and prompts for it: DIRECTORY/model and DIRECTORY/prompts.jsonl.
 
-    Nothing is downloaded. The model gets a short supervised warm start on its task (adding two digits), with some wrong
-    labels, so that reinforcement learning has something to improve. Takes under a minute.
+    Nothing is downloaded. The model gets a short supervised warm start on its task (adding two digits, the sum in
+    words), which leaves reinforcement learning something to improve. Takes under a minute.
     """
     from rlk.model.tiny import create_tiny
 
