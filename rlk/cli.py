@@ -142,9 +142,8 @@ def validate(directory: str) -> int:
     from rlk.audit.validate import validate_run
 
     verdict = validate_run(directory)
-    for line in verdict.lines:
-        click.echo(line)
-    return 0 if verdict.ok else CheckFailed.exit_status
+    click.echo(verdict)
+    return verdict.exit_status
 
 
 @rlk.command("init-model")

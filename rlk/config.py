@@ -8,10 +8,11 @@ Precedence: command line > environment > profile > default. An unknown key fails
 from __future__ import annotations
 
 import difflib
+import operator
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -143,7 +144,7 @@ class RunConfig:
         return self.rollout_tp or self.tp
 
 
-TYPES: dict[str, type] = {name: hint for name, hint in get_type_hints(RunConfig).items()}
+TYPES: dict[str, type] = get_type_hints(RunConfig)
 
 
 def flag(name: str) -> str:
@@ -158,6 +159,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def profile_names() -> list[str]:
+    """The shipped profiles, sorted."""
     return sorted(path.stem for path in PROFILES.glob("*.toml"))
 
 
@@ -233,16 +235,15 @@ def _describe(wanted: type) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[wanted]
 
 
-def _check_range(entry: Any, value: Any) -> None:
+def _check_range(entry: Field, value: Any) -> None:
     meta = entry.metadata
     if meta["choices"] and value not in meta["choices"]:
         names = [name for name in meta["choices"] if name]
         raise UsageError(f"{flag(entry.name)} is {value!r}{nearest(value, names)}, expected one of {', '.join(names)}")
-    bounds = {"at least": (meta["least"], lambda bound: value >= bound),
-              "above": (meta["above"], lambda bound: value > bound),
-              "at most": (meta["most"], lambda bound: value <= bound)}
-    asked = {words: bound for words, (bound, _) in bounds.items() if bound is not None}
+    bounds = [(words, holds, bound) for words, holds, bound in (
+        ("at least", operator.ge, meta["least"]), ("above", operator.gt, meta["above"]),
+        ("at most", operator.le, meta["most"])) if bound is not None]
     # Not `value < bound`: a NaN has to fail too.
-    if not all(holds(bound) for bound, holds in bounds.values() if bound is not None):
-        wanted = " and ".join(f"{words} {bound}" for words, bound in asked.items())
+    if not all(holds(value, bound) for _, holds, bound in bounds):
+        wanted = " and ".join(f"{words} {bound}" for words, _, bound in bounds)
         raise UsageError(f"{flag(entry.name)} is {value}, expected {wanted}")

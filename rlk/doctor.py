@@ -1,6 +1,7 @@
 """`rlk doctor`: is this machine ready, and if not, what to do.
 
-Each check returns its finding in words, or raises UsageError with the remedy.
+Each check returns its finding in words, or raises UsageError with the remedy. Imports of torch and of what needs it
+stand in the checks, so that a torch which does not load is one finding and not the end of the report.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def check_rendezvous(environ: Mapping[str, str]) -> str:
 
     Raises UsageError, with the right address, when a job of several nodes has none or one that means "this machine".
     """
-    nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    nodes = slurm_nodes(environ)
     address = environ.get("MASTER_ADDR", "")
     if nodes == 1:
         return "one node"
@@ -115,6 +116,11 @@ def check_rendezvous(environ: Mapping[str, str]) -> str:
         raise UsageError(f"MASTER_ADDR is {address or 'not set'} in a Slurm job of {nodes} nodes, so each node would "
                          f"wait for itself: export MASTER_ADDR={right} in the task (see launch/slurm/two-nodes.sbatch)")
     return f"{nodes} Slurm nodes meet at {address}"
+
+
+def slurm_nodes(environ: Mapping[str, str]) -> int:
+    """Nodes of the Slurm job that this process is in; 1 outside of any."""
+    return int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
 
 
 def means_this_machine(address: str) -> bool:

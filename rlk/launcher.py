@@ -1,9 +1,9 @@
 """Starts one process per rank on this node, and turns their ends into one exit status.
 
 It does for `rlk run` what torchrun does on one node, with two differences that torchrun cannot be told: the status of
-the first rank that failed becomes ours (torchrun makes every failure 1), and SIGTERM reaches the ranks only when
-somebody sent it, so that a rank may take it for Slurm's pre-emption and save a checkpoint. When a rank fails, the
-others get some seconds to say what they saw, then they are killed. `torchrun bin/rlk.py` works as well.
+the first rank that failed becomes ours (torchrun makes every failure 1), and a rank gets SIGTERM only when somebody
+sent it to us, so that 143 means that the job was told to stop. When a rank fails, the others get some seconds to say
+what they saw, then they are killed. `torchrun bin/rlk.py` works as well.
 
 On several nodes, start it once on each under Slurm (launch/slurm/two-nodes.sbatch).
 """
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rlk.config import LAUNCH, ROOT
-from rlk.doctor import check_rendezvous
+from rlk.doctor import check_rendezvous, slurm_nodes
 
 RANK_COMMAND = [sys.executable, "-m", "rlk.cli"]
 GRACE_SECONDS = 5.0  # from the first rank's failure until the others are killed
@@ -81,17 +81,17 @@ def rank_environment(environ: Mapping[str, str], ranks_here: int, device: str) -
 
     Whatever the user has set stays as it is, except for the ranks' own places.
     """
-    nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
-    ours = load_env_file(device)
+    nodes = slurm_nodes(environ)
+    defaults = load_env_file(device)
     # Ranks share the cores; more threads than cores would wait for each other.
-    ours["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    defaults["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    path = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
     if nodes == 1:
         places = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     else:
         places = {"GROUP_RANK": environ["SLURM_NODEID"], "MASTER_PORT": environ.get("MASTER_PORT", MASTER_PORT)}
     places |= {"WORLD_SIZE": str(nodes * ranks_here), "LOCAL_WORLD_SIZE": str(ranks_here)}
-    return ours | dict(environ) | {"PYTHONPATH": ours["PYTHONPATH"]} | places
+    return defaults | dict(environ) | {"PYTHONPATH": path} | places
 
 
 def load_env_file(device: str) -> dict[str, str]:

@@ -16,11 +16,11 @@ from rlk.config import RunConfig
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
 from rlk.model.qwen3 import parameter_specs
+from rlk.ops.logprob import CHUNK_TOKENS
 from rlk.topology import Topology
 
 GIB = 1 << 30
 PROCESS_BYTES = GIB // 2  # Python, torch and the kernels, resident in each rank (measured: 0.4 GiB on a CPU)
-LOGIT_CHUNK = 1024  # rows whose logits exist at one time in scoring (rlk/ops/logprob.py)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
     if config.engine_tp != topology.tp:
         items["engine's own weights"] = local_parameters(model, config.engine_tp) * width
     items["activations"] = activation_bytes(config, model, topology, tokens, width)
-    rows = max(min(tokens, LOGIT_CHUNK), config.max_running)
+    rows = max(min(tokens, CHUNK_TOKENS), config.max_running)
     items["logits"] = 4 * rows * 4 * model.padded_vocab  # fp32; the whole row is sorted in sampling, with its indices
 
     kv_heads = model.num_kv_heads // config.engine_tp

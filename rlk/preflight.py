@@ -6,7 +6,6 @@ Bad input ends here, with one line. `rlk plan` prints the outcome; `rlk run` doe
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from rlk.audit.run_directory import require_new
 from rlk.config import RunConfig
 from rlk.data.prompts import Example, load_prompts
 from rlk.data.rewards import find_reward
@@ -21,6 +21,7 @@ from rlk.data.tokenizer import Tokenizer
 from rlk.doctor import check_rendezvous
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
+from rlk.model.weights import weight_files
 from rlk.ops.registry import registry
 from rlk.plan import MemoryPlan, available_memory, gib, local_parameters, plan_memory
 from rlk.topology import Topology
@@ -74,25 +75,13 @@ def check_layout(config: RunConfig, world: int) -> None:
     """What needs no file of the model: where ranks meet, how they divide, where the evidence goes."""
     check_rendezvous(os.environ)
     Topology.plan(world, 0, config.tp, config.cp, config.engine_tp)
-    check_run_dir(config.run_dir)
-
-
-def check_run_dir(run_dir: str) -> None:
-    """A run never writes into another's evidence."""
-    path = Path(run_dir)
-    if run_dir and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"--run-dir {run_dir} exists and is not empty: give a new directory, nothing was overwritten")
+    if config.run_dir:
+        require_new(Path(config.run_dir))
 
 
 def check_weight_files(directory: Path) -> None:
     """The checkpoint has its weight file, or every file that its index names."""
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
-            raise UsageError(f"{index} has no weight_map: fetch the checkpoint again") from None
+    names = weight_files(directory)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise UsageError(f"{directory} lacks {missing[0]} ({len(missing)} of {len(names)} weight files are missing): "

@@ -43,7 +43,7 @@ def run_rank(profile: str, command_line: Mapping[str, Any]) -> int:
         config, sources = agree(store, rank, world, propose(profile, command_line, world))
         backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.PrefixStore("run", store), rank=rank, world_size=world)
-        from rlk.train.trainer import run
+        from rlk.train.trainer import run  # here: bad input is answered without waiting for what training imports
 
         run(config, sources)
         return 0

@@ -31,7 +31,7 @@ from rlk.audit.bits import as_bits, show_bits
 class AuditRow:
     """One sample's response as one replica saw it."""
 
-    uid: int  # (prompt uid << 16) | sample index
+    uid: int  # of the sample (rlk.rollout.engine)
     replica: str  # for example "tp1"
     prompt_tokens: np.ndarray  # int32 [P]
     tokens: np.ndarray  # int32 [R]

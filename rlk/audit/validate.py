@@ -18,7 +18,7 @@ from rlk.audit.readback import readback_failures
 from rlk.audit.seal import seal_differences
 from rlk.audit.step_record import StepRecord, StepVerdict, judge, summarize
 from rlk.contract import Contract
-from rlk.errors import UsageError
+from rlk.errors import CheckFailed, UsageError
 from rlk.files import hash_file
 
 EVIDENCE = ("config.toml", "contract.json", "seal.before.json", "seal.after.json", "metrics.jsonl", "audit.json",
@@ -45,7 +45,7 @@ class Verdict:
 
     @property
     def exit_status(self) -> int:
-        return 0 if self.ok else 1
+        return 0 if self.ok else CheckFailed.exit_status
 
     def __str__(self) -> str:
         return "\n".join([*self.lines, f"verdict: {'pass' if self.ok else 'fail'}"])

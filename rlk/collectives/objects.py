@@ -10,11 +10,11 @@ import torch
 from rlk.collectives import Communicator
 
 
-def all_gather_object(comm: Communicator, value: Any, device: str = "cpu") -> list:
+def all_gather_object(comm: Communicator, value: Any) -> list:
     """Every rank's picklable `value`, in rank order."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = comm.all_gather(torch.tensor([len(data)], device=device)).flatten().tolist()
+    sizes = comm.all_gather(torch.tensor([len(data)])).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[:len(data)] = data
-    rows = comm.all_gather(padded.to(device)).cpu().numpy()
+    rows = comm.all_gather(padded).numpy()
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

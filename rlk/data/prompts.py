@@ -23,7 +23,6 @@ class Example:
 
     tokens: tuple[int, ...]  # of the prompt
     answer: str
-    line: int  # in the file, from 1
 
 
 def load_prompts(path: str | Path, tokenizer: Tokenizer, prompt_key: str = "prompt", answer_key: str = "answer",
@@ -39,14 +38,14 @@ def load_prompts(path: str | Path, tokenizer: Tokenizer, prompt_key: str = "prom
         raise UsageError(f"no prompt file {path}: give one with --prompts") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the prompt file {path}: {error}") from None
-    examples = [_example(text, f"{path} line {number}", number, tokenizer, prompt_key, answer_key, longest)
+    examples = [_example(text, f"{path} line {number}", tokenizer, prompt_key, answer_key, longest)
                 for number, text in enumerate(lines, start=1) if text.strip()]
     if not examples:
         raise UsageError(f"{path} has no prompts ({len(lines)} lines, all empty): expected one JSON object a line")
     return examples
 
 
-def _example(text: str, where: str, number: int, tokenizer: Tokenizer, prompt_key: str, answer_key: str,
+def _example(text: str, where: str, tokenizer: Tokenizer, prompt_key: str, answer_key: str,
              longest: int | None) -> Example:
     try:
         row = json.loads(text)
@@ -75,7 +74,7 @@ def _example(text: str, where: str, number: int, tokenizer: Tokenizer, prompt_ke
     if longest is not None and len(tokens) > longest:
         raise UsageError(f"{where}: the prompt has {len(tokens)} tokens, but the model's context leaves {longest} "
                          "beside the response: shorten it or lower --max-response-len")
-    return Example(tuple(tokens), str(answer), number)
+    return Example(tuple(tokens), str(answer))
 
 
 class PromptStream:

@@ -23,6 +23,7 @@ from rlk.errors import UsageError
 
 RewardFunction = Callable[[str, str], float]
 START_SECONDS = 60.0  # for a worker to start and import the reward function
+NUMBER = r"-?\d+/\d+|-?\d*\.\d+|-?\d+"
 
 
 def exact(response: str, answer: str) -> float:
@@ -50,8 +51,6 @@ def math(response: str, answer: str) -> float:
 
 
 REWARDS: dict[str, RewardFunction] = {"exact": exact, "math": math}
-
-NUMBER = r"-?\d+/\d+|-?\d*\.\d+|-?\d+"
 
 
 def last_boxed(text: str) -> str | None:

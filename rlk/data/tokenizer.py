@@ -26,10 +26,6 @@ class Tokenizer:
     def __len__(self) -> int:
         return self._size
 
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._tokenizer.eos_token_id
-
     def encode(self, text: str) -> list[int]:
         """The ids of a text, as it stands: no special tokens are added."""
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -1,8 +1,8 @@
 """The one model: a dense Qwen3 decoder, which the trainer and the rollout engine run from the same storage.
 
 Shape legend: T tokens (packed, one after another), B rows of logits, D hidden, F intermediate (this rank's), H query
-heads (this rank's), G key/value heads (this rank's), E head dim, V padded vocabulary (this rank's rows where said),
-C = (H + 2G) * E.
+heads (this rank's), G key/value heads (this rank's), E head dim, E2 = E / 2, V padded vocabulary (this rank's rows
+where said), C = (H + 2G) * E columns of the fused qkv, A those of q, k or v alone, P positions of the RoPE table.
 
 Tensor parallelism: a rank owns consecutive heads, intermediate columns and vocabulary rows. Row-parallel products
 (o, down) are summed in FP32 over a balanced binary tree of `leaves` parts of K; a rank owns leaves / tp consecutive

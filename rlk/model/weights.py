@@ -62,18 +62,28 @@ def load_model(directory: str | Path, dtype: torch.dtype, device: str | torch.de
     return model
 
 
+def weight_files(directory: Path) -> list[str]:
+    """Names of a checkpoint's safetensors files, sorted: those in its index, or the one file where there is no index.
+
+    Raises UsageError for an index that names no file.
+    """
+    index = directory / INDEX_FILE
+    if not index.exists():
+        return [SINGLE_FILE]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(f"{index} has no weight_map; fetch the checkpoint again")
+    return sorted(set(weight_map.values()))
+
+
 class _Checkpoint:
     """The safetensors files of a directory, open for lazy slicing."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        if (directory / INDEX_FILE).exists():
-            names = sorted(set(read_json(directory / INDEX_FILE).get("weight_map", {}).values()))
-        else:
-            names = [SINGLE_FILE]
         self._handles = []
         self._where = {}
-        for name in names:
+        for name in weight_files(directory):
             try:
                 handle = safe_open(directory / name, framework="pt")
             except (OSError, SafetensorError) as error:

@@ -10,7 +10,7 @@ import ctypes
 import torch
 
 from rlk.ops.cpu_library import DTYPE_CODE, FLOAT, INT, LONG, POINTER, function, ptr
-from rlk.ops.registry import registry
+from rlk.ops.registry import EVERYWHERE, registry
 
 _adamw = function("rlk_adamw", POINTER, POINTER, POINTER, POINTER, POINTER, INT, LONG, *[FLOAT] * 8)
 _sum_squares = function("rlk_sum_squares", POINTER, LONG, POINTER)
@@ -33,13 +33,13 @@ def sum_squares(x: torch.Tensor) -> float:
 
 
 @registry.register("adamw", "cpu", contract=True)
-def _cpu_adamw(master, moment1, moment2, grad, weight, *scalars):
+def adamw_cpu(master, moment1, moment2, grad, weight, *scalars):
     _adamw(ptr(master), ptr(moment1), ptr(moment2), ptr(grad), ptr(weight), DTYPE_CODE[weight.dtype], master.numel(),
            *scalars)
 
 
-@registry.register("adamw", "reference", contract=False, devices=("cpu", "cuda"))
-def reference_adamw(master, moment1, moment2, grad, weight, grad_scale, lr, beta1, beta2, eps, decay, bias1, bias2):
+@registry.register("adamw", "reference", contract=False, devices=EVERYWHERE)
+def adamw_reference(master, moment1, moment2, grad, weight, grad_scale, lr, beta1, beta2, eps, decay, bias1, bias2):
     """The same update in plain PyTorch."""
     grad = grad * grad_scale
     moment1.lerp_(grad, 1 - beta1)
@@ -50,13 +50,13 @@ def reference_adamw(master, moment1, moment2, grad, weight, grad_scale, lr, beta
 
 
 @registry.register("sum_squares", "cpu", contract=True)
-def _cpu_sum_squares(x):
+def sum_squares_cpu(x):
     total = ctypes.c_double()
     _sum_squares(ptr(x), x.numel(), ctypes.addressof(total))
     return total.value
 
 
-@registry.register("sum_squares", "reference", contract=False, devices=("cpu", "cuda"))
-def reference_sum_squares(x):
+@registry.register("sum_squares", "reference", contract=False, devices=EVERYWHERE)
+def sum_squares_reference(x):
     """The same sum in plain PyTorch."""
     return float(x.double().square().sum())

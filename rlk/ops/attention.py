@@ -9,7 +9,7 @@ sequence, the first at absolute position `position_start`. Its query row i sees 
 0 .. position_start + i of `source`. Segments with the same source are adjacent. Query rows outside every segment give
 zeros.
 
-The two forms share one C++ core (hipkernels/cpu/attention_core.h states the reduction order), so the same row has the
+The two forms share one C++ core (hipkernels/cpu/attention.h states the reduction order), so the same row has the
 same bits alone, in a pack, in any chunk of a prefill, and in decode, whatever the page size.
 """
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from rlk.ops.cpu_library import DTYPE_CODE, INT, LONG, POINTER, function, ptr
-from rlk.ops.registry import registry
+from rlk.ops.registry import EVERYWHERE, registry
 
 Tensor = torch.Tensor
 
@@ -75,8 +75,8 @@ class _AttentionVarlen(torch.autograd.Function):
 # ---- reference: plain PyTorch, the oracle in float64 and the native arm's backend
 
 
-@registry.register("attention_varlen", "reference", contract=False, devices=("cpu", "cuda"))
-def reference_attention_varlen(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=False):
+@registry.register("attention_varlen", "reference", contract=False, devices=EVERYWHERE)
+def attention_varlen_reference(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=False):
     """Returns (o_THE, None). Padded to a batch for F.scaled_dot_product_attention, which autograd differentiates."""
     key_starts = key_starts.to(segments.device, torch.int64)
 
@@ -86,8 +86,8 @@ def reference_attention_varlen(q_THE, k_UGE, v_UGE, segments, key_starts, need_l
     return _attend_segments(q_THE, k_UGE, v_UGE, segments, gather), None
 
 
-@registry.register("attention_paged", "reference", contract=False, devices=("cpu", "cuda"))
-def reference_attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table):
+@registry.register("attention_paged", "reference", contract=False, devices=EVERYWHERE)
+def attention_paged_reference(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table):
     page_size = k_cache_PSGE.shape[1]
 
     def gather(cache_PSGE, sources_N, position_NK):
@@ -150,8 +150,8 @@ def _sdpa(q_NQHE, k_NKGE, v_NKGE, visible_NQK):
     return o.transpose(1, 2)
 
 
-@registry.register("write_kv", "reference", contract=False, devices=("cpu", "cuda"))
-def reference_write_kv(k_TGE, v_TGE, k_cache_PSGE, v_cache_PSGE, slots_T):
+@registry.register("write_kv", "reference", contract=False, devices=EVERYWHERE)
+def write_kv_reference(k_TGE, v_TGE, k_cache_PSGE, v_cache_PSGE, slots_T):
     written = slots_T >= 0
     if not bool(written.all()):
         k_TGE, v_TGE, slots_T = k_TGE[written], v_TGE[written], slots_T[written]
@@ -172,7 +172,7 @@ _write_kv = function("rlk_write_kv", POINTER, LONG, POINTER, LONG, POINTER, POIN
 
 
 @registry.register("attention_varlen", "cpu", contract=True)
-def cpu_attention_varlen(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=False):
+def attention_varlen_cpu(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=False):
     """Returns (o_THE, lse_TH): lse is the FP32 base-2 log-sum-exp that the backward wants, or None."""
     q_THE, k_UGE, v_UGE = _strided_rows(q_THE, k_UGE, v_UGE)
     t, h, e = q_THE.shape
@@ -191,7 +191,7 @@ def cpu_attention_varlen(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=Fal
 
 
 @registry.register("attention_varlen_backward", "cpu", contract=True)
-def cpu_attention_varlen_backward(do_THE, q_THE, k_UGE, v_UGE, o_THE, lse_TH, segments, key_starts):
+def attention_varlen_backward_cpu(do_THE, q_THE, k_UGE, v_UGE, o_THE, lse_TH, segments, key_starts):
     """Gradients (dq_THE, dk_UGE, dv_UGE) in the dtype of q, zeros for rows that no segment uses.
 
     The key ranges of different sources must not overlap.
@@ -213,7 +213,7 @@ def cpu_attention_varlen_backward(do_THE, q_THE, k_UGE, v_UGE, o_THE, lse_TH, se
 
 
 @registry.register("attention_paged", "cpu", contract=True)
-def cpu_attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table):
+def attention_paged_cpu(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table):
     (q_THE,) = _strided_rows(q_THE)
     t, h, e = q_THE.shape
     pages, page_size, g, _ = k_cache_PSGE.shape
@@ -231,7 +231,7 @@ def cpu_attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table
 
 
 @registry.register("write_kv", "cpu", contract=True)
-def cpu_write_kv(k_TGE, v_TGE, k_cache_PSGE, v_cache_PSGE, slots_T):
+def write_kv_cpu(k_TGE, v_TGE, k_cache_PSGE, v_cache_PSGE, slots_T):
     k_TGE, v_TGE = _strided_rows(k_TGE, v_TGE)
     size = k_TGE.element_size()
     try:

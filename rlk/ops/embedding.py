@@ -12,7 +12,7 @@ import torch
 
 from rlk.ops.cpu_library import DTYPE_CODE, INT, LONG, POINTER, function, ptr
 from rlk.ops.gradients import at_least_fp32, main_grad, wants_grad
-from rlk.ops.registry import registry
+from rlk.ops.registry import EVERYWHERE, registry
 
 
 def embedding(tokens_T: torch.Tensor, w_VD: torch.Tensor, first_row: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-@registry.register("embedding", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("embedding", "reference", contract=False, devices=EVERYWHERE)
 def embedding_reference(tokens_T, w_VD, first_row):
     row_T = tokens_T - first_row
     here_T = (row_T >= 0) & (row_T < w_VD.shape[0])
@@ -44,7 +44,7 @@ def embedding_reference(tokens_T, w_VD, first_row):
     return torch.where(here_T.unsqueeze(-1), rows_TD, torch.zeros_like(rows_TD))
 
 
-@registry.register("embedding_backward", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("embedding_backward", "reference", contract=False, devices=EVERYWHERE)
 def embedding_backward_reference(dx_TD, tokens_T, main_grad_VD, first_row):
     row_T = tokens_T - first_row
     here_T = (row_T >= 0) & (row_T < main_grad_VD.shape[0])

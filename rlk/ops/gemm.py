@@ -5,7 +5,8 @@ then one rounding. So a row's bits depend on that row and the weight alone. A ro
 leaves, each such an accumulator, and adds them in a balanced binary tree. The weight gradient's accumulator starts at
 main_grad and takes the tokens in ascending order, so a batch gives the bits of its micro-batches one after another.
 
-Shapes: M rows (tokens), N output features, K input features.
+Shapes: M rows (tokens), N output features, K input features. Operands are FP32 or BF16, of one dtype, and contiguous
+weights; shapes or dtypes that do not fit raise ValueError with both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 
 from rlk.ops.cpu_library import DTYPE_CODE, INT, LONG, POINTER, function, ptr
 from rlk.ops.gradients import at_least_fp32, main_grad, wants_grad
-from rlk.ops.registry import registry
+from rlk.ops.registry import EVERYWHERE, registry
 
 
 def linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -77,27 +78,27 @@ class _Linear(torch.autograd.Function):
 # The reference: what ordinary PyTorch code does.
 
 
-@registry.register("linear", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("linear", "reference", contract=False, devices=EVERYWHERE)
 def linear_reference(x_MK, w_NK):
     return F.linear(x_MK, w_NK)
 
 
-@registry.register("linear_fp32", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("linear_fp32", "reference", contract=False, devices=EVERYWHERE)
 def linear_fp32_reference(x_MK, w_NK):
     return at_least_fp32(F.linear(x_MK, w_NK))
 
 
-@registry.register("linear_leaves", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("linear_leaves", "reference", contract=False, devices=EVERYWHERE)
 def linear_leaves_reference(x_MK, w_NK, leaves):
     return at_least_fp32(F.linear(x_MK, w_NK))
 
 
-@registry.register("gemm_dx", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("gemm_dx", "reference", contract=False, devices=EVERYWHERE)
 def gemm_dx_reference(dy_MN, w_NK):
     return torch.matmul(dy_MN, w_NK)
 
 
-@registry.register("gemm_dw", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("gemm_dw", "reference", contract=False, devices=EVERYWHERE)
 def gemm_dw_reference(dy_MN, x_MK, main_grad_NK):
     dy_NM, x_MK = dy_MN.flatten(0, -2).t(), x_MK.flatten(0, -2)
     if x_MK.dtype == main_grad_NK.dtype:

@@ -24,7 +24,9 @@ from rlk.errors import CheckFailed
 from rlk.ops.cpu_library import DTYPE_CODE, FLOAT, INT, LONG, POINTER, function, ptr
 from rlk.ops.gemm import gemm_dw, gemm_dx, linear_fp32
 from rlk.ops.gradients import main_grad, wants_grad
-from rlk.ops.registry import registry
+from rlk.ops.registry import EVERYWHERE, registry
+
+CHUNK_TOKENS = 1024  # most rows whose logits exist at one time in `score`
 
 Support = tuple[torch.Tensor, torch.Tensor]
 Scores = tuple[torch.Tensor, torch.Tensor]
@@ -44,7 +46,7 @@ class ScoreRule:
 
 
 def score(hidden_TD: torch.Tensor, head_VD: torch.Tensor, targets_T: torch.Tensor, rule: ScoreRule,
-          comm: Communicator, chunk_tokens: int = 1024) -> Scores:
+          comm: Communicator, chunk_tokens: int = CHUNK_TOKENS) -> Scores:
     """Log-prob and entropy of each target from the final hidden states: (logprob, entropy), FP32 [T] each.
 
     head_VD is this rank's rows [rank * V, (rank + 1) * V) of the LM head; targets_T is int64. Logits exist for
@@ -143,8 +145,8 @@ def _score_chunks(hidden_TD, head_VD, picks: _Picks, rule: ScoreRule, comm: Comm
     values_N = comm.all_reduce(values_N, values_N)  # exact: all ranks but the owner hold +0
     if rule.support is not None:
         return values_N, _finish(values_N, None, picks, rule)
-    stats_T3 = torch.cat(stats) if stats else values_N.new_empty(0, VOCAB_TILES // comm.world, 3)
-    by_rank = comm.all_gather(stats_T3)
+    local_stats = torch.cat(stats) if stats else values_N.new_empty(0, VOCAB_TILES // comm.world, 3)
+    by_rank = comm.all_gather(local_stats)
     return values_N, _finish(values_N, by_rank.transpose(0, 1).flatten(1, 2).contiguous(), picks, rule)
 
 
@@ -250,8 +252,6 @@ def support_score_backward_cpu(values_N, offsets, ids_N, index_T, lse_T, grad_T,
 
 
 # ---- backend "reference": plain PyTorch; the oracle, and the native arm's code ----
-
-EVERYWHERE = ("cpu", "cuda")
 
 
 def _rows_of(offsets: torch.Tensor) -> torch.Tensor:

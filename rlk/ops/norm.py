@@ -3,7 +3,8 @@
 Rule: FP32 inside, one rounding at the end; the sum of squares in 16 partial sums and a fixed tree (hipkernels/cpu/
 rows.cpp). Weight gradients add the rows in ascending order onto main_grad.
 
-Shapes: T tokens, D hidden, H heads, E head dimension.
+Shapes: T tokens, D hidden, H heads, E head dimension, E2 = E / 2. x and its weight are FP32 or BF16, of one dtype;
+shapes or dtypes that do not fit raise ValueError with both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 from rlk.ops.cpu_library import DTYPE_CODE, FLOAT, INT, LONG, POINTER, function, ptr
 from rlk.ops.gradients import at_least_fp32, main_grad, wants_grad
-from rlk.ops.registry import registry
+from rlk.ops.registry import EVERYWHERE, registry
 
 
 def rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -115,12 +116,12 @@ class _QkNormRope(torch.autograd.Function):
 # The reference: what ordinary PyTorch code does.
 
 
-@registry.register("rms_norm", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("rms_norm", "reference", contract=False, devices=EVERYWHERE)
 def rms_norm_reference(x_TD, w_D, eps):
     return F.rms_norm(x_TD, w_D.shape, w_D, eps)
 
 
-@registry.register("rms_norm_backward", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("rms_norm_backward", "reference", contract=False, devices=EVERYWHERE)
 def rms_norm_backward_reference(dy_TD, dhidden_TD, x_TD, w_D, eps, main_grad_D):
     """Gradient of x through the norm, plus `dhidden` (None: nothing) of x used beside the norm."""
     x, dy = at_least_fp32(x_TD), at_least_fp32(dy_TD)
@@ -135,18 +136,18 @@ def rms_norm_backward_reference(dy_TD, dhidden_TD, x_TD, w_D, eps, main_grad_D):
     return dx.to(x_TD.dtype)
 
 
-@registry.register("add_rms_norm", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("add_rms_norm", "reference", contract=False, devices=EVERYWHERE)
 def add_rms_norm_reference(partial_TD, residual_TD, w_D, eps):
     hidden_TD = residual_add_reference(partial_TD, residual_TD)
     return hidden_TD, rms_norm_reference(hidden_TD, w_D, eps)
 
 
-@registry.register("residual_add", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("residual_add", "reference", contract=False, devices=EVERYWHERE)
 def residual_add_reference(partial_TD, residual_TD):
     return (residual_TD + partial_TD).to(residual_TD.dtype)
 
 
-def rotate(x_THE, cos_T1E2, sin_T1E2):
+def _rotate(x_THE, cos_T1E2, sin_T1E2):
     """Rotate the pairs (e, e + E/2) by the angles whose cosines and sines are given."""
     first, second = x_THE.chunk(2, dim=-1)
     return torch.cat(
@@ -154,15 +155,15 @@ def rotate(x_THE, cos_T1E2, sin_T1E2):
     )
 
 
-@registry.register("qk_norm_rope", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("qk_norm_rope", "reference", contract=False, devices=EVERYWHERE)
 def qk_norm_rope_reference(x_THE, w_E, cos_TE2, sin_TE2, eps):
     normed = at_least_fp32(F.rms_norm(x_THE, w_E.shape, w_E, eps))
-    return rotate(normed, cos_TE2.unsqueeze(1), sin_TE2.unsqueeze(1)).to(x_THE.dtype)
+    return _rotate(normed, cos_TE2.unsqueeze(1), sin_TE2.unsqueeze(1)).to(x_THE.dtype)
 
 
-@registry.register("qk_norm_rope_backward", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("qk_norm_rope_backward", "reference", contract=False, devices=EVERYWHERE)
 def qk_norm_rope_backward_reference(dy_THE, x_THE, w_E, cos_TE2, sin_TE2, eps, main_grad_E):
-    dnormed = rotate(at_least_fp32(dy_THE), cos_TE2.unsqueeze(1), -sin_TE2.unsqueeze(1))
+    dnormed = _rotate(at_least_fp32(dy_THE), cos_TE2.unsqueeze(1), -sin_TE2.unsqueeze(1))
     return rms_norm_backward_reference(dnormed, None, x_THE, w_E, eps, main_grad_E)
 
 

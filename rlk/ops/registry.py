@@ -16,6 +16,7 @@ from rlk.errors import CheckFailed
 
 MODES = ("consistency", "native")
 FLOATS = (torch.float32, torch.bfloat16)
+EVERYWHERE = ("cpu", "cuda")  # where plain PyTorch runs
 
 
 @dataclass
@@ -85,15 +86,15 @@ class Registry:
         One that no device serves in that mode is left out: it belongs to the other mode alone, as the backward of an
         operator that torch differentiates by itself.
         """
-        able = {op: [b for b in backends if b.contract == (mode == "consistency")]
-                for op, backends in self._backends.items()}
-        return sorted(op for op, backends in able.items() if backends and not any(device in b.devices for b in backends))
+        served = {op: {device for b in backends if b.contract == (mode == "consistency") for device in b.devices}
+                  for op, backends in self._backends.items()}
+        return sorted(op for op, devices in served.items() if devices and device not in devices)
 
     @contextmanager
     def override(self, op: str, function: Callable) -> Iterator[None]:
         """Replace every backend of `op` for the time of the block: how negative controls break one link."""
         saved = self._backends[op]
-        self._backends[op] = [Backend(op, "override", function, c, ("cpu", "cuda")) for c in (True, False)]
+        self._backends[op] = [Backend(op, "override", function, c, EVERYWHERE) for c in (True, False)]
         self._chosen.clear()
         try:
             yield
@@ -108,12 +109,7 @@ class Registry:
                  contract=b.contract, calls=calls)
             for backends in self._backends.values() for b in backends for (device, dtype), calls in b.calls.items()
         ]
-        return sorted(rows, key=lambda row: (row["op"], row["backend"], row["dtype"]))
-
-    def reset_counts(self) -> None:
-        for backends in self._backends.values():
-            for backend in backends:
-                backend.calls.clear()
+        return sorted(rows, key=lambda row: (row["op"], row["backend"], row["device"], row["dtype"]))
 
 
 registry = Registry()

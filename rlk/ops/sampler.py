@@ -22,7 +22,7 @@ import torch
 from rlk.errors import CheckFailed
 from rlk.ops.cpu_library import FLOAT, LONG, POINTER, function, ptr
 from rlk.ops.logprob import ScoreRule, score_logits
-from rlk.ops.registry import registry
+from rlk.ops.registry import EVERYWHERE, registry
 from rlk.rollout.engine import SamplingParams
 
 
@@ -116,7 +116,7 @@ def draw_cpu(logits_BV, params, uids_B, positions_B, valid_vocab):
 # ---- backend "reference": plain PyTorch as vLLM does it; the oracle, and the native arm's code ----
 
 
-@registry.register("draw", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("draw", "reference", contract=False, devices=EVERYWHERE)
 def draw_reference(logits_BV, params, uids_B, positions_B, valid_vocab):
     """(tokens int64 [B], support | None); a token is -1 where the row's logits hold a NaN, a +inf or nothing finite."""
     logits = logits_BV[:, :valid_vocab]

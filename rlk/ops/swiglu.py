@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from rlk.ops.cpu_library import DTYPE_CODE, INT, LONG, POINTER, function
 from rlk.ops.gradients import at_least_fp32, wants_grad
-from rlk.ops.registry import registry
+from rlk.ops.registry import EVERYWHERE, registry
 
 
 def swiglu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
@@ -32,13 +32,13 @@ class _Swiglu(torch.autograd.Function):
         return registry.call("swiglu_backward", gate_up_T2F, dy_TF, gate_up_T2F)
 
 
-@registry.register("swiglu", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("swiglu", "reference", contract=False, devices=EVERYWHERE)
 def swiglu_reference(gate_up_T2F):
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF) * up_TF
 
 
-@registry.register("swiglu_backward", "reference", contract=False, devices=("cpu", "cuda"))
+@registry.register("swiglu_backward", "reference", contract=False, devices=EVERYWHERE)
 def swiglu_backward_reference(dy_TF, gate_up_T2F):
     gate_TF, up_TF = at_least_fp32(gate_up_T2F).chunk(2, dim=-1)
     sigmoid_TF = torch.sigmoid(gate_TF)

@@ -28,9 +28,9 @@ class StepMetrics:
         return {key: None if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in row.items()}
 
-    def console_line(self, steps: int) -> str:
-        """The one line per step; `steps` is the number of the last one."""
-        width = len(str(steps))
-        return (f"step {self.step:>{width}}/{steps}  reward {self.reward:.2f}  tokens {self.response_tokens}  "
+    def console_line(self, last_step: int) -> str:
+        """The one line per step; steps count from 0 to `last_step`."""
+        width = len(str(last_step))
+        return (f"step {self.step:>{width}}/{last_step}  reward {self.reward:.2f}  tokens {self.response_tokens}  "
                 f"unequal {self.unequal}/{self.compared}  rollout {self.rollout_s:.2f}s  train {self.train_s:.2f}s  "
                 f"step {self.step_s:.2f}s")

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+SAMPLE_BITS = 16  # a sample's uid is (prompt uid << SAMPLE_BITS) | sample index
 GREEDY = 0.0  # temperature 0: argmax (lowest id wins a tie), scored at temperature 1 over the whole vocabulary
 
 
@@ -27,11 +28,13 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, good in (("temperature", self.temperature >= 0), ("top_p", 0 < self.top_p <= 1),
-                           ("top_k", self.top_k >= 0), ("min_p", 0 <= self.min_p <= 1),
-                           ("max_tokens", self.max_tokens >= 1)):
+        for name, good, expected in (("temperature", self.temperature >= 0, "at least 0"),
+                                     ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+                                     ("top_k", self.top_k >= 0, "at least 0"),
+                                     ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+                                     ("max_tokens", self.max_tokens >= 1, "at least 1")):
             if not good:
-                raise ValueError(f"{name} is {getattr(self, name)}; see SamplingParams for its range")
+                raise ValueError(f"{name} is {getattr(self, name)}, expected {expected}")
 
     @property
     def greedy(self) -> bool:
@@ -50,7 +53,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `uid` is unique within the run; sample i of it has uid `(uid << 16) | i`."""
+    """One prompt. `uid` is unique within the run; sample i of it has uid `(uid << SAMPLE_BITS) | i`."""
 
     uid: int
     tokens: tuple[int, ...]
@@ -60,7 +63,7 @@ class Prompt:
 class Trajectory:
     """One sampled response with everything that training may use of it."""
 
-    uid: int  # (prompt uid << 16) | sample index: keys the sampling noise, with the position
+    uid: int  # of the sample; keys the sampling noise, with the position
     prompt_tokens: np.ndarray  # int32 [P]
     tokens: np.ndarray  # int32 [R], the EOS included
     logprobs: np.ndarray  # float32 [R]; for the audit only
@@ -71,7 +74,7 @@ class Trajectory:
 
     @property
     def prompt_uid(self) -> int:
-        return self.uid >> 16
+        return self.uid >> SAMPLE_BITS
 
 
 class Engine(Protocol):

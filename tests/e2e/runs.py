@@ -24,7 +24,10 @@ def run_options(tiny: Path, run_dir: Path, **options) -> list[str]:
     arguments = ["run", "--profile", "cpu-tiny"]
     for name, value in chosen.items():
         flag = name.replace("_", "-")
-        arguments += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", str(value)]
     return arguments
 
 

@@ -1,4 +1,4 @@
-"""Negative controls: each broken link makes the audit fail and name what it saw. A zero that cannot fail is no proof."""
+"""Negative controls: each broken link makes the audit fail and name what it saw."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def test_a_killed_rank_takes_the_others_down_and_nothing_is_called_complete(tiny
         while not (run_dir / "metrics.jsonl").exists() or not metrics(run_dir):
             assert time.monotonic() < deadline and launcher.poll() is None, launcher.stderr.read()
             time.sleep(0.1)
-        children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(launcher.pid)], capture_output=True, text=True)
+        children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(launcher.pid)], capture_output=True,
+                                  text=True)
         ranks = [int(line.split()[0]) for line in children.stdout.splitlines() if "rlk.cli" in line]
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)

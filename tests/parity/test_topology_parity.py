@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rlk.collectives.objects import all_gather_object
+from rlk.model.weights import reshard_into
 from rlk.rollout.engine import SamplingParams
 from rlk.rollout.paged.engine import PagedEngine
-from rlk.model.weights import reshard_into
 from rlk.topology import Topology, connect
 from rlk.train.faults import Fault
 from rlk.train.trainer import Trainer

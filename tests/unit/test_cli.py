@@ -125,7 +125,7 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
         path = checkpoint / "model" / name
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-    def empty_run_dir():
+    def filled_run_dir():
         (checkpoint / "run").mkdir()
         (checkpoint / "run" / "old").touch()
 
@@ -147,7 +147,7 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
          "does not fit in memory: process"),
         (lambda: edit("config.json", vocab_size=64), {}, "the tokenizer has"),
         (lambda: (checkpoint / "model" / "model.safetensors").unlink(), {}, "lacks model.safetensors"),
-        (empty_run_dir, {}, "exists and is not empty"),
+        (filled_run_dir, {}, "is not empty; give a new one"),
     ]
     for prepare, changes, message in cases:
         (checkpoint / "model" / "config.json").write_text(config_file)

@@ -56,7 +56,8 @@ def test_a_batch_of_masked_responses_has_loss_zero_and_no_nan():
     assert not weights.any()
     logprob = torch.randn(8, requires_grad=True)
     # A masked token may be arbitrarily far from the reference: its term overflows and must still not count.
-    terms = grpo_loss(logprob, logprob.detach() - 200, torch.full((8,), 200.0), torch.ones(8), torch.zeros(8), 0.2, 0.2, 0.1)
+    terms = grpo_loss(logprob, logprob.detach() - 200, torch.full((8,), 200.0), torch.ones(8), torch.zeros(8), 0.2, 0.2,
+                      0.1)
     terms.loss.backward()
     assert float(terms.loss.detach()) == 0.0
     assert torch.equal(logprob.grad, torch.zeros(8))

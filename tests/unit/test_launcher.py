@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from rlk import launcher
-from rlk.config import LAUNCH
+from rlk.config import LAUNCH, ROOT
 from rlk.errors import UsageError
 from rlk.launcher import launch, rank_environment
 
@@ -79,6 +80,13 @@ def test_what_a_rank_inherits():
     assert ours["HF_HUB_OFFLINE"] == "0" and ours["RLK_TP"] == "2" and ours["TOKENIZERS_PARALLELISM"] == "false"
     assert int(ours["OMP_NUM_THREADS"]) >= 1 and ours["WORLD_SIZE"] == "2" and ours["MASTER_ADDR"] == "127.0.0.1"
     assert rank_environment({"OMP_NUM_THREADS": "7"}, 2, "cpu")["OMP_NUM_THREADS"] == "7"
+
+
+def test_an_installed_package_has_the_environment_files():
+    """They are data, which setuptools leaves out unless pyproject.toml names them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["rlk.launch"]
+    assert {path for pattern in patterns for path in LAUNCH.glob(pattern)} == set((LAUNCH / "env").iterdir())
 
 
 def test_places_on_the_second_of_two_slurm_nodes():

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rlk.ops.attention import (
     attention_paged,
     attention_varlen,
-    cpu_attention_varlen,
-    reference_attention_varlen,
+    attention_varlen_cpu,
+    attention_varlen_reference,
     write_kv,
 )
 from rlk.ops.registry import registry
@@ -326,7 +326,7 @@ def test_reference_in_float64_is_exact_for_mixed_segments(native_mode):
 
 
 def reference(*arguments):
-    return reference_attention_varlen(*arguments)[0]
+    return attention_varlen_reference(*arguments)[0]
 
 
 def test_native_paged_attention_ignores_unwritten_slots(native_mode):
@@ -352,7 +352,7 @@ def test_gradient_bits_do_not_depend_on_the_pack_or_on_a_split_into_segments():
 
 def test_saved_log_sum_exp_is_base_two():
     sequences = Sequences([20], heads=(1, 1, 16))
-    _, lse_TH = cpu_attention_varlen(sequences.q, sequences.k, sequences.v, sequences.whole_segments(),
+    _, lse_TH = attention_varlen_cpu(sequences.q, sequences.k, sequences.v, sequences.whole_segments(),
                                      sequences.key_starts(), need_lse=True)
     logits_TU = (sequences.q[:, 0].double() @ sequences.k[:, 0].double().T / 4).tril()
     exact_T = torch.stack([row[:i + 1].logsumexp(0) for i, row in enumerate(logits_TU)]) / math.log(2)

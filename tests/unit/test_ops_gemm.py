@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlk.build import ROOT, host_isa
 from rlk.ops import gemm
 from rlk.ops.registry import registry
-from tests.ops_digest import digest, raw
+from tests.kernel_digest import digest, raw
 
 DTYPES = [torch.float32, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -109,7 +109,7 @@ def test_bits_do_not_depend_on_the_instruction_set(isa):
     if isa == host:
         pytest.skip(f"{isa} is what every other test here runs")
     environment = {**os.environ, "RLK_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.ops_digest"]
+    command = [sys.executable, "-m", "tests.kernel_digest"]
     other = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert other.returncode == 0, other.stderr
     assert other.stdout.strip() == digest()

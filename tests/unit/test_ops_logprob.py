@@ -1,8 +1,5 @@
 """Log-prob: one value, whoever computes it. Bits are compared as bytes; values against float64."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +12,7 @@ from rlk.ops.logprob import ScoreRule, score, score_logits
 from rlk.ops.registry import registry
 from rlk.ops.sampler import sample
 from rlk.rollout.engine import SamplingParams
+from tests.thread_ranks import on_threads
 
 LOCAL = LocalCommunicator()
 PARAMS = st.builds(
@@ -68,29 +66,6 @@ def exact(logits_TV, targets, rule):
     logp = (logits_TV / rule.temperature).masked_fill(~keep, -torch.inf).log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(~keep, 0)).sum(-1)
     return logp.gather(1, targets.unsqueeze(1))[:, 0], entropy
-
-
-class ThreadRank:
-    """A Communicator between threads; sums in rank order (here all addends but one are zero)."""
-
-    def __init__(self, rank, world, slots, barrier):
-        self.rank, self.world, self.slots, self.barrier_ = rank, world, slots, barrier
-
-    def all_gather(self, x, out=None):
-        self.slots[self.rank] = x
-        self.barrier_.wait(20)
-        gathered = torch.stack(self.slots)
-        self.barrier_.wait(20)
-        return gathered
-
-    def all_reduce(self, x, out=None):
-        return torch.sum(self.all_gather(x), 0)
-
-
-def on_ranks(world, function):
-    slots, barrier = [None] * world, threading.Barrier(world)
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(lambda rank: function(ThreadRank(rank, world, slots, barrier)), range(world)))
 
 
 # ---- values ----
@@ -188,7 +163,7 @@ def test_vocabulary_parallel_ranks_give_the_bits_of_one(params, seed, world, val
     hidden_TD, head_VD = problem(seed)
     result, rule = draw(hidden_TD, head_VD, params, valid)
     one = score(hidden_TD, head_VD, result.tokens, rule, LOCAL)
-    for ours in on_ranks(world, lambda comm: score(hidden_TD, head_VD.chunk(world)[comm.rank], result.tokens, rule,
+    for ours in on_threads(world, lambda comm: score(hidden_TD, head_VD.chunk(world)[comm.rank], result.tokens, rule,
                                                    comm, chunk_tokens=3)):
         assert raw(*ours) == raw(*one)
 
@@ -236,7 +211,7 @@ def test_gradients_agree_with_float64_autograd(params, seed, chunk, world):
         assert head.grad is None
         return hidden.grad, head.main_grad - 1
 
-    dhidden, dhead = zip(*(on_ranks(world, gradients) if world > 1 else [gradients(LOCAL)]), strict=True)
+    dhidden, dhead = zip(*(on_threads(world, gradients) if world > 1 else [gradients(LOCAL)]), strict=True)
     hidden, head = hidden_TD.double().requires_grad_(), head_VD.double().requires_grad_()
     exact(hidden @ head.T, result.tokens, rule)[0].backward(upstream.double())
     torch.testing.assert_close(sum(dhidden).double(), hidden.grad, atol=2e-4, rtol=1e-4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlk.ops import embedding, norm, rope, swiglu
 from rlk.ops.registry import registry
-from tests.ops_digest import raw
+from tests.kernel_digest import raw
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlk.collectives import LocalCommunicator
-from rlk.ops.adamw import reference_adamw, sum_squares
+from rlk.ops.adamw import adamw_reference, sum_squares
 from rlk.ops.registry import registry
 from rlk.train.optimizer import ShardedAdamW
 from tests.models import random_model
@@ -23,7 +23,7 @@ def optimizer_for(model, grad_comm=None, **options) -> ShardedAdamW:
 def fill_gradients(model, step: int, part: int = 0, parts: int = 1) -> None:
     """Gradients that add up to the same whole however many ranks share them (halves and quarters are exact)."""
     generator = torch.Generator().manual_seed(step)
-    for name, span in model.spans.items():
+    for span in model.spans.values():
         model.grads[span] = torch.randn(span.stop - span.start, generator=generator) / parts
 
 
@@ -43,7 +43,8 @@ def test_five_steps_agree_with_torch_adamw():
         assert optimizer.step() == pytest.approx(float(norm), rel=1e-6)
         assert not model.grads.any()
     for name in model.spans:
-        torch.testing.assert_close(model.parameters[name].detach().double(), copies[name].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model.parameters[name].detach().double(), copies[name].detach(), rtol=1e-5,
+                                   atol=1e-6)
     assert model.policy_version == 5
 
 
@@ -67,7 +68,7 @@ def test_cpu_update_agrees_with_the_reference():
     weight = torch.empty(1000, dtype=torch.bfloat16)
     numbers = (0.7, 1e-2, 0.9, 0.98, 1e-8, 0.1, 0.1, 0.02)
     registry.call("adamw", ours[0], ours[0], ours[1], ours[2], ours[3], weight, *numbers)
-    reference_adamw(plain[0], plain[1], plain[2], plain[3], plain[0], *numbers)
+    adamw_reference(plain[0], plain[1], plain[2], plain[3], plain[0], *numbers)
     torch.testing.assert_close(ours, plain, rtol=2e-6, atol=1e-7)
     assert torch.equal(weight, ours[0].bfloat16())
 

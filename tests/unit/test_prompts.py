@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory):
 def test_tokenizer_round_trip(tokenizer):
     assert tokenizer.encode("7+5=") == encode("7+5=")
     assert tokenizer.decode([*tokenizer.encode("a b , c"), EOS]) == "a b , c"
-    assert tokenizer.eos_token_id == EOS and len(tokenizer) == max(encode("~")) + 1
+    assert len(tokenizer) == max(encode("~")) + 1
 
 
 def test_missing_tokenizer(tmp_path):
@@ -32,11 +32,11 @@ def test_missing_tokenizer(tmp_path):
         Tokenizer(tmp_path)
 
 
-def test_load_keeps_order_lines_and_answers(tmp_path, tokenizer):
+def test_load_keeps_order_and_answers(tmp_path, tokenizer):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps({"prompt": "1+1=", "answer": 2, "extra": None}) + "\n")
-    assert load_prompts(path, tokenizer) == [Example(tuple(encode("7+5=")), "12", 1),
-                                             Example(tuple(encode("1+1=")), "2", 3)]
+    assert load_prompts(path, tokenizer) == [Example(tuple(encode("7+5=")), "12"),
+                                             Example(tuple(encode("1+1=")), "2")]
 
 
 @pytest.mark.parametrize("line, message", [
@@ -86,7 +86,7 @@ def test_messages_go_through_the_chat_template(tmp_path):
 
 
 def examples(n):
-    return [Example((i,), str(i), i + 1) for i in range(n)]
+    return [Example((i,), str(i)) for i in range(n)]
 
 
 def test_every_epoch_has_every_prompt_once_in_its_own_order():

@@ -2,8 +2,6 @@
 
 import errno
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,35 +17,9 @@ from rlk.model.config import ModelConfig
 from rlk.model.qwen3 import Qwen3
 from rlk.model.weights import gather_full, load_model, reshard_into, save_model, storage_checksum
 from tests.models import TINY_SHAPE, TOKENS_T, bits, logits_of, random_model
+from tests.thread_ranks import on_threads
 
 FOUR_HEADS = dict(num_heads=8, num_kv_heads=4, tie_embeddings=True)
-
-
-class ThreadGroup:
-    """Communicators of several ranks in one process, one thread each: all that gathering weights needs."""
-
-    def __init__(self, world):
-        self.world, self.barrier, self.slots = world, threading.Barrier(world, timeout=30), [None] * world
-
-    def run(self, function):
-        """function(comm) on every rank; results in rank order."""
-        with ThreadPoolExecutor(self.world) as pool:
-            return list(pool.map(lambda rank: function(ThreadCommunicator(self, rank)), range(self.world)))
-
-
-class ThreadCommunicator:
-    def __init__(self, group, rank):
-        self.group, self.rank, self.world = group, rank, group.world
-
-    def all_gather(self, x):
-        self.group.slots[self.rank] = x
-        self.group.barrier.wait()
-        gathered = torch.stack(self.group.slots)
-        self.group.barrier.wait()
-        return gathered
-
-    def barrier(self):
-        self.group.barrier.wait()
 
 
 def save(tmp_path, model, name="saved"):
@@ -110,7 +82,7 @@ def test_each_rank_reads_its_shard_and_the_group_gathers_the_whole(tmp_path_fact
         return bits(loaded.storage) == bits(cut.storage), gather_full(loaded)
 
     expected = gather_full(whole)
-    for equal, full in ThreadGroup(world).run(one_rank):
+    for equal, full in on_threads(world, one_rank):
         assert equal
         assert full.keys() == expected.keys()
         assert all(bits(full[name]) == bits(expected[name]) for name in full)
@@ -132,7 +104,7 @@ def test_resharding_gives_the_rollout_ranks_shards_with_version_and_checksum(tp,
         reshard_into(target, source)
         return target
 
-    for target in ThreadGroup(tp).run(one_rank):
+    for target in on_threads(tp, one_rank):
         expected = random_model(4, torch.bfloat16, RolloutRank(target.tp_comm.rank), leaves, **FOUR_HEADS)
         assert bits(target.storage) == bits(expected.storage)
         assert target.policy_version == 5
@@ -145,8 +117,7 @@ def test_only_rank_0_writes_and_carries_the_tokenizer_over(tmp_path):
     (source / "tokenizer.json").write_text("{}")
     (source / "generation_config.json").write_text('{"eos_token_id": [2, 1], "top_k": 20}')
     (source / "unrelated.txt").write_text("x")
-    group = ThreadGroup(2)
-    group.run(lambda comm: save_model(random_model(0, comm=comm, leaves=2), tmp_path / "saved", comm, source))
+    on_threads(2, lambda comm: save_model(random_model(0, comm=comm, leaves=2), tmp_path / "saved", comm, source))
     saved = sorted(path.name for path in (tmp_path / "saved").iterdir())
     assert saved == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert ModelConfig.from_pretrained(tmp_path / "saved").eos_token_ids == (2, 1)

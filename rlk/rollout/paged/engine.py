@@ -15,13 +15,11 @@ from rlk.model.qwen3 import Qwen3
 from rlk.model.weights import storage_checksum
 from rlk.ops.logprob import ScoreRule, score_logits
 from rlk.ops.sampler import sample
-from rlk.rollout.engine import Prompt, SamplingParams, Trajectory
+from rlk.rollout.engine import SAMPLE_BITS, Prompt, SamplingParams, Trajectory
 from rlk.rollout.paged.kv_cache import PageTable
 from rlk.rollout.paged.runner import Runner
 from rlk.rollout.paged.scheduler import Scheduler, Work, sampling_rows
 from rlk.rollout.paged.sequence import Sequence
-
-SAMPLE_BITS = 16  # a sample's uid is (prompt uid << 16) | sample index
 
 
 class PagedEngine:
@@ -45,7 +43,7 @@ class PagedEngine:
                 raise UsageError(f"{name} is {value}, expected at least 1")
         if not 1 <= valid_vocab <= model.config.vocab_size:
             raise UsageError(f"the tokenizer has {valid_vocab} tokens and the model {model.config.vocab_size}; "
-                             f"use the tokenizer that belongs to the model")
+                             "use the tokenizer that belongs to the model")
         self.model = model
         self.valid_vocab = valid_vocab
         self.num_pages, self.prefill_chunk, self.max_running = num_pages, prefill_chunk, max_running
@@ -127,7 +125,7 @@ class PagedEngine:
             raise UsageError(f"{name} is empty, expected at least one token")
         if len(tokens) >= most:
             raise UsageError(f"{name} has {len(tokens)} tokens, and the model {most} positions, of which the response "
-                             f"needs at least one; shorten the prompt")
+                             "needs at least one; shorten the prompt")
         if tokens.min() < 0 or tokens.max() >= self.valid_vocab:
             raise UsageError(f"{name} has token ids from {tokens.min()} to {tokens.max()}, expected 0 to "
                              f"{self.valid_vocab - 1}; use the tokenizer that belongs to the model")

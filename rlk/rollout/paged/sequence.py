@@ -23,7 +23,7 @@ class Sequence:
                  "pages", "digests", "stop_reason")
 
     def __init__(self, uid: int, prompt: np.ndarray, max_tokens: int) -> None:
-        self.uid = uid  # (prompt uid << 16) | sample index
+        self.uid = uid  # of the sample (rlk.rollout.engine)
         self.prompt_length = self.length = len(prompt)
         self.limit = len(prompt) + max_tokens  # tokens, the prompt included
         self.tokens = np.empty(self.limit, np.int32)
