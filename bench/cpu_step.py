@@ -1,6 +1,6 @@
 """One GRPO step on a CPU: consistency against native, and against TRL, on the same shapes, in one run, both orders.
 
-    .venv/bin/python bench/cpu_step.py --trl-python VENV/bin/python      (VENV: pip install -r bench/requirements-trl.txt)
+    .venv/bin/python bench/cpu_step.py --trl-python VENV/bin/python   (VENV: pip install -r bench/requirements-trl.txt)
 
 8 prompts x 8 samples x 64 new tokens, 4 layers, hidden 256, vocabulary 512, FP32, KL 0.01, temperature 0.7, top-p 0.95.
 Every arm is a process of its own that runs some steps; the first are warm-up and do not count. The arms run in turn,

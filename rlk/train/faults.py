@@ -19,6 +19,7 @@ from rlk.model.qwen3 import Qwen3
 from rlk.ops.gemm import linear_fp32
 from rlk.ops.registry import registry
 
+
 class Fault:
     """The trainer's hooks; a Fault without a name does nothing."""
 

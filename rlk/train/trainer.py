@@ -17,7 +17,7 @@ from rlk.config import RunConfig
 from rlk.errors import CheckFailed
 from rlk.ops.logprob import ScoreRule, score
 from rlk.rollout.engine import Prompt, Trajectory
-from rlk.train.grpo import group_advantages, grpo_loss, sample_weights
+from rlk.train.grpo import LossTerms, group_advantages, grpo_loss, sample_weights
 from rlk.train.packing import Pack, PackContext, balance, first_fit, make_pack
 from rlk.train.run import Clock, Figures, Run, Scored, open_run
 
@@ -99,18 +99,24 @@ class Trainer:
             for pack in self.packs(trajectories, batch):
                 logprob_R, entropy_R = self.score(run.policy, pack)
                 scored.append(Scored.of(pack, logprob_R))
-                sample_R = np.asarray(pack.samples)[pack.sample_R]
-                old_R = logprob_R.detach() if old_N is None else torch.tensor(
-                    [old_N[i][offset] for i, offset in zip(sample_R, pack.offset_R, strict=True)])
-                terms = grpo_loss(logprob_R, old_R, self.reference_logprob(pack), torch.from_numpy(advantage_N[sample_R]),
-                                  torch.from_numpy(weight_N[sample_R]), self.config.clip_low, self.config.clip_high,
-                                  self.config.kl_coef)
+                terms = self.loss(pack, logprob_R, old_N, advantage_N, weight_N)
                 terms.loss.backward()
                 figures.add(terms, entropy_R)
             if len(batches) == 1:
                 verdict, _ = run.audit(step, trajectories, scored)
             figures.grad_norm = run.optimizer.step()
         return verdict, figures
+
+    def loss(self, pack: Pack, logprob_R: torch.Tensor, old_N: list[np.ndarray] | None, advantage_N: np.ndarray,
+             weight_N: np.ndarray) -> LossTerms:
+        """The pack's loss. `old_N`: each sample's log-probs before this step; None: the recomputed ones themselves."""
+        config = self.config
+        sample_R = np.asarray(pack.samples)[pack.sample_R]
+        old_R = logprob_R.detach()
+        if old_N is not None:
+            old_R = torch.tensor([old_N[i][offset] for i, offset in zip(sample_R, pack.offset_R, strict=True)])
+        return grpo_loss(logprob_R, old_R, self.reference_logprob(pack), torch.from_numpy(advantage_N[sample_R]),
+                         torch.from_numpy(weight_N[sample_R]), config.clip_low, config.clip_high, config.kl_coef)
 
     def packs(self, trajectories: list[Trajectory], chosen) -> list[Pack]:
         """This rank's part of the chosen samples, as packs of at most max_tokens_per_gpu x cp tokens."""
