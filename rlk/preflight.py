@@ -65,6 +65,11 @@ def preflight(config: RunConfig, world: int, ranks_here: int) -> Preflight:
                          f"{model.max_position} tokens: lower it below that")
     examples = load_prompts(config.prompts, tokenizer, config.prompt_key, config.answer_key, longest=room)
     longest_prompt = max(len(example.tokens) for example in examples)
+    capacity, longest = config.max_tokens_per_gpu * config.cp, longest_prompt + config.max_response_len
+    if longest > capacity:
+        raise UsageError(f"a sample may have {longest} tokens (prompt {longest_prompt} + --max-response-len "
+                         f"{config.max_response_len}), but a pack holds {capacity} (--max-tokens-per-gpu x --cp): "
+                         "raise either, or lower --max-response-len")
     memory = plan_memory(config, model, topology, longest_prompt, available_memory(config.device, ranks_here))
     memory.check()
     check_disk(config, model)

@@ -117,15 +117,13 @@ class Groups:
 
 
 def connect(topology: Topology, device: str, mode: str, timeout_s: float) -> Groups:
-    """Join this rank's groups; every rank calls it. Starts torch.distributed from torchrun's environment if needed.
+    """Join this rank's groups; every rank calls it. torch.distributed must have started unless there is one rank.
 
     Ranks of a TP, CP or engine group move in lockstep and wait timeout_s for each other. The gradient group and the
     world wait PATIENCE_S: another engine's long tail, or rank 0 hashing a checkpoint, is no failure.
 
     The groups are made one by one, not through a DeviceMesh, because a mesh cannot give its groups a time-out.
     """
-    if topology.world > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     made: dict[tuple, Communicator] = {}  # groups with the same ranks and patience share one communicator
 
     def join(name: str, wait_s: float) -> Communicator:

@@ -159,6 +159,14 @@ int attend(Rows<T> q, Rows<T> k, Rows<T> v, const Keys& keys, const Segment* seg
 }  // namespace
 
 // Strides are of rows, in elements. segments [n, 4], starts [sources]; o [T, H, E], lse [T, H] or null.
+// The constants of the contract that this object was built with: block, chunk, largest head dim.
+RLK_EXPORT int rlk_attention_constants(int* out) {
+  out[0] = kBlock;
+  out[1] = kChunk;
+  out[2] = kMaxHeadDim;
+  return kOk;
+}
+
 RLK_EXPORT int rlk_attention_varlen(int dtype, const void* q, long T, long q_stride, const void* k, long k_stride,
                                     const void* v, long v_stride, long U, const int32_t* segments, int n,
                                     const int32_t* starts, int sources, int H, int G, int E, void* o, float* lse) {

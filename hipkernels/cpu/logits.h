@@ -4,7 +4,7 @@
 
 namespace rlk {
 
-constexpr long kLanes = 16;
+constexpr long kPartials = 16;
 
 // x = logit / temperature. -0.0 becomes +0.0, as it does when ranks add up the logits that each of them picked.
 inline float scaled(float logit, float inv_t) { return (logit + 0.0f) * inv_t; }
@@ -12,24 +12,24 @@ inline float scaled(float logit, float inv_t) { return (logit + 0.0f) * inv_t; }
 // Calls fn(block) for every 16 logits of a run; the last block is filled up with -inf, whose weight is exactly zero.
 template <class Fn> inline void for_blocks(const float* logits, long count, Fn fn) {
   long i = 0;
-  for (; i + kLanes <= count; i += kLanes) fn(logits + i);
+  for (; i + kPartials <= count; i += kPartials) fn(logits + i);
   if (i == count) return;
-  float last[kLanes];
-  for (long l = 0; l < kLanes; ++l) last[l] = i + l < count ? logits[i + l] : kNegInf;
+  float last[kPartials];
+  for (long l = 0; l < kPartials; ++l) last[l] = i + l < count ? logits[i + l] : kNegInf;
   fn(last);
 }
 
 // The largest x of a run; -inf for an empty one. NaN is passed over.
 inline float max_of(const float* logits, long count, float inv_t) {
-  float top[kLanes];
-  for (long l = 0; l < kLanes; ++l) top[l] = kNegInf;
+  float top[kPartials];
+  for (long l = 0; l < kPartials; ++l) top[l] = kNegInf;
   for_blocks(logits, count, [&](const float* block) {
-    for (long l = 0; l < kLanes; ++l) {
+    for (long l = 0; l < kPartials; ++l) {
       const float x = scaled(block[l], inv_t);
       top[l] = x > top[l] ? x : top[l];
     }
   });
-  for (long half = kLanes / 2; half > 0; half /= 2)
+  for (long half = kPartials / 2; half > 0; half /= 2)
     for (long l = 0; l < half; ++l) top[l] = top[l + half] > top[l] ? top[l + half] : top[l];
   return top[0];
 }

@@ -28,7 +28,7 @@ struct Score {
 };
 
 inline float tree_sum(float* lane) {
-  for (long half = kLanes / 2; half > 0; half /= 2)
+  for (long half = kPartials / 2; half > 0; half /= 2)
     for (long l = 0; l < half; ++l) lane[l] += lane[l + half];
   return lane[0];
 }
@@ -36,9 +36,9 @@ inline float tree_sum(float* lane) {
 State state_of(const float* logits, long count, float inv_t) {
   const float max = max_of(logits, count, inv_t);
   const float shift = max == kNegInf ? 0.0f : max;  // a run without a finite logit: every e is zero, not exp(NaN)
-  float sum[kLanes] = {}, weighted[kLanes] = {};
+  float sum[kPartials] = {}, weighted[kPartials] = {};
   for_blocks(logits, count, [&](const float* block) {
-    for (long l = 0; l < kLanes; ++l) {
+    for (long l = 0; l < kPartials; ++l) {
       const float x = scaled(block[l], inv_t), e = exp_f32(x - shift);
       sum[l] += e;
       weighted[l] = __builtin_fmaf(e, x == kNegInf ? 0.0f : x, weighted[l]);

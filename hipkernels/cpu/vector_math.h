@@ -30,7 +30,8 @@ template <> inline float from_float<float>(float x) { return x; }
 template <> inline bf16 from_float<bf16>(float x) { return round_bf16(x); }
 
 // 2**x for x in [-126, 127]; 0 below (also for -inf), +inf above 128, NaN for NaN. Relative error < 2e-7.
-// Degree-6 minimax-like Taylor polynomial of 2**f on [-1/2, 1/2], after subtracting the nearest integer.
+// Degree-6 Taylor polynomial of 2**f on [-1/2, 1/2], after subtracting the nearest integer. Between 127.5 and 128 the
+// result is that of 127.5: attention never asks for a positive power.
 inline float exp2_f32(float x) {
   const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to the nearest integer, left in the low bits
   float clamped = x < -126.0f ? -126.0f : x;

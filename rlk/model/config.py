@@ -10,6 +10,7 @@ from rlk.contract import VOCAB_TILES
 from rlk.errors import UsageError
 
 ARCHITECTURE = "Qwen3ForCausalLM"
+MOST_HEAD_DIM = 128  # kMaxHeadDim in hipkernels/cpu/attention.h
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_heads}, expected a multiple of num_key_value_heads "
                 f"({self.num_kv_heads}); the checkpoint's config.json is wrong"
             )
+        if self.head_dim % 16 or not 16 <= self.head_dim <= MOST_HEAD_DIM:
+            raise UsageError(f"head_dim is {self.head_dim}, expected a multiple of 16 up to {MOST_HEAD_DIM}: "
+                             "attention serves no other; use another checkpoint")
 
     @property
     def padded_vocab(self) -> int:

@@ -7,6 +7,8 @@ weights into its slice of the one weight storage, and an all-gather in place com
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from rlk.collectives import Communicator
@@ -31,7 +33,7 @@ class ShardedAdamW:
         self.moment1, self.moment2 = torch.zeros(2, size, dtype=torch.float32, device=self.weight.device)
         self._pieces = list(self._own_pieces())
 
-    def _own_pieces(self):
+    def _own_pieces(self) -> Iterator[tuple[slice, bool, bool]]:
         """(slice within this rank's shard, decays, counts in the norm) for each parameter that the shard meets."""
         base = self.model.storage.data_ptr()
         for parameter in {id(p): p for p in self.model.parameters.values()}.values():

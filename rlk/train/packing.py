@@ -119,7 +119,8 @@ def _segments(source_T: np.ndarray, position_T: np.ndarray) -> np.ndarray:
     return table[np.lexsort((table[:, 2], table[:, 3]))]
 
 
-def _gather_support(chosen: list[Trajectory], sample_R: np.ndarray, offset_R: np.ndarray):
+def _gather_support(chosen: list[Trajectory], sample_R: np.ndarray,
+                    offset_R: np.ndarray) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The retained sets of the scored rows as one CSR (offsets int64 [R+1], ids int32), or None for no sets."""
     if not chosen or chosen[0].support_offsets is None:
         return None

@@ -9,20 +9,13 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from rlk.audit.auditor import Auditor
 from rlk.audit.readback import make_readback
-from rlk.audit.run_directory import RunDirectory
-from rlk.audit.seal import make_seal, seal_differences
 from rlk.audit.step_record import AuditRow, StepVerdict
-from rlk.audit.validate import read_metrics
-from rlk.build import build_cpu
 from rlk.collectives.objects import all_gather_object
 from rlk.config import RunConfig
 from rlk.contract import Contract, agree, make_contract
@@ -36,10 +29,10 @@ from rlk.ops.cpu_library import kernel_fingerprint
 from rlk.ops.registry import registry
 from rlk.preflight import preflight
 from rlk.report.metrics import StepMetrics
-from rlk.report.tables import verdict_table
 from rlk.rollout.engine import Engine, SamplingParams, Trajectory
 from rlk.rollout.paged.engine import PagedEngine
 from rlk.topology import Groups, Topology, connect
+from rlk.train.evidence import Evidence
 from rlk.train.faults import Fault
 from rlk.train.grpo import LossTerms
 from rlk.train.optimizer import ShardedAdamW
@@ -209,56 +202,6 @@ class Run:
             registry, self.topology.rank, self.topology.world, self.contract.architecture, self.contract.fingerprint))
         if self.evidence:
             self.evidence.close(readbacks)
-
-
-class Evidence:
-    """The run directory and the auditor, on rank 0."""
-
-    def __init__(self, config: RunConfig, sources: dict[str, str], contract: Contract) -> None:
-        self.config = config
-        self.directory = RunDirectory.create(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
-        self.path = self.directory.path
-        self.auditor = Auditor(self.directory, config.mode)
-        self.directory.write_config(asdict(config), sources)
-        self.directory.write_contract(contract)
-        self.seal = self._make_seal()
-        self.directory.write_seal("before", self.seal)
-        self.bar = tqdm(total=config.steps, unit="step", dynamic_ncols=True)
-
-    def _make_seal(self) -> dict:
-        return make_seal(Path(self.config.model), Path(self.config.prompts), [build_cpu()])
-
-    def step(self, metrics: StepMetrics) -> None:
-        self.directory.append_metrics(metrics.as_dict())
-        self.bar.write(metrics.console_line(self.config.steps - 1))
-        if not metrics.extra["samples_in_loss"]:
-            self.bar.write(f"warning: step {metrics.step} trained on no sample: every response was truncated or failed "
-                           "its reward; raise --max-response-len or look at the rewards")
-        self.bar.update()
-
-    def close(self, readbacks: list[dict]) -> None:
-        """The second seal, the readbacks, the totals, the picture; COMPLETE only if all of it holds."""
-        from rlk.report.plots import plot_run  # here: matplotlib takes a second, and only rank 0 draws
-
-        after = self._make_seal()
-        self.directory.write_seal("after", after)
-        changed = seal_differences(self.seal, after)
-        for line in changed:
-            self.bar.write(f"changed during the run: {line}")
-        for readback in readbacks:
-            self.directory.write_readback(readback)
-        in_contract = all(readback["fallbacks"] == 0 for readback in readbacks)
-        self.conclude({"seal": not changed, "readback": in_contract or self.config.mode == "native"})
-        plot_run(self.path)
-        self.directory.complete()
-        print(f"complete: {self.path} (check it again with `bin/rlk validate {self.path}`)", flush=True)
-
-    def conclude(self, gates: dict[str, bool]) -> None:
-        """Write audit.json and print the verdict."""
-        self.bar.close()
-        summary = self.auditor.finish(gates)
-        print(verdict_table(str(self.path), summary, read_metrics(self.path) if self.auditor.verdicts else []),
-              flush=True)
 
 
 def open_run(config: RunConfig, sources: dict[str, str], stack: ExitStack) -> Run:

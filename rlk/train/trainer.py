@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlk.config import RunConfig
-from rlk.errors import CheckFailed
+from rlk.errors import CheckFailed, UsageError
 from rlk.ops.logprob import ScoreRule, score
 from rlk.rollout.engine import Prompt, Trajectory
 from rlk.train.grpo import LossTerms, group_advantages, grpo_loss, sample_weights
@@ -33,7 +33,7 @@ def run(config: RunConfig, sources: dict[str, str] | None = None) -> None:
             trainer = Trainer(run)
             for step in range(config.steps):
                 trainer.step(step)
-        except CheckFailed:
+        except (CheckFailed, UsageError):
             if run.evidence:
                 run.evidence.conclude({"every step done": False})
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from rlk.collectives.factory import make_communicator
 from rlk.collectives.objects import all_gather_object
 from rlk.contract import Contract, agree, make_contract
 from rlk.errors import CheckFailed
+from rlk.model.config import MOST_HEAD_DIM
+from rlk.ops.cpu_library import POINTER, function
 from tests.spawn import run_ranks
 
 MINE = make_contract("cpu", torch.bfloat16, 2, kernels="aa" * 32)
@@ -44,6 +47,12 @@ def test_equal_contracts_agree_and_have_one_fingerprint():
 def test_the_fingerprint_depends_on_every_software_entry(name, value):
     other = replace(MINE, software=MINE.software | {name: MINE.software[name] + value})
     assert isinstance(other, Contract) and other.fingerprint != MINE.fingerprint
+
+
+def test_the_kernels_were_built_with_the_contracts_constants():
+    built = (ctypes.c_int * 3)()
+    function("rlk_attention_constants", POINTER)(ctypes.addressof(built))
+    assert list(built) == [MINE.attention_block, MINE.attention_chunk, MOST_HEAD_DIM]
 
 
 def _disagree(rank: int, world: int) -> str:
