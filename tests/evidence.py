@@ -37,7 +37,8 @@ def make_readback(rank: int, mode: str = "consistency") -> dict:
 def write_run(path: Path, mode: str = "consistency", steps: int = 2, unequal: int = 0) -> RunDirectory:
     """Write every file but COMPLETE; `unequal` log-probs of each step's first sample differ in one bit."""
     run = RunDirectory.create(path)
-    run.write_config({"model": "build/tiny/model", "mode": mode, "steps": steps, "lr": 1e-6}, {"mode": "default"})
+    run.write_config({"model": "build/tiny/model", "mode": mode, "steps": steps, "lr": 1e-6,
+                      "rollout_batch_size": 1, "samples_per_prompt": 2, "tp": 2}, {"mode": "default"})
     run.write_contract(CONTRACT)
     run.write_seal("before", make_seal())
     auditor = Auditor(run, mode)

@@ -95,9 +95,14 @@ def _check(verdict: Verdict, name: str, check: Callable[[], None]) -> None:
 
 
 def _check_audit(directory: Path, verdict: Verdict) -> None:
-    mode = read_run_config(directory)["mode"]
+    config = read_run_config(directory)
+    mode = config["mode"]
     recorded = _read_json(directory / "audit.json")
-    step_verdicts = _judge_steps(directory, mode, verdict)
+    step_verdicts = _judge_steps(directory, config, verdict)
+    steps = [step.step for step in step_verdicts]
+    if len(steps) != config["steps"] or steps != list(range(len(steps))):
+        verdict.fail(f"audit: {len(steps)} steps are audited, expected all of the run's: 0 to "
+                     f"{config['steps'] - 1}")
     summary = summarize(step_verdicts, mode, recorded["gates"])
     for line in summary["failures"]:
         verdict.fail(f"audit: {line}")
@@ -110,7 +115,7 @@ def _check_audit(directory: Path, verdict: Verdict) -> None:
     (verdict.good if verdict.ok else verdict.fail)(line)
 
 
-def _judge_steps(directory: Path, mode: str, verdict: Verdict) -> list[StepVerdict]:
+def _judge_steps(directory: Path, config: dict, verdict: Verdict) -> list[StepVerdict]:
     """Judge every step's file that can be read; one that cannot is a failure."""
     step_verdicts = []
     for path in sorted(directory.glob("audit/step-*.npz")):
@@ -121,10 +126,22 @@ def _judge_steps(directory: Path, mode: str, verdict: Verdict) -> list[StepVerdi
                 verdict.fail(line)
             if path.name != record.file_name:
                 verdict.fail(f"{path.name} holds step {record.step}")
-            step_verdicts.append(judge(record, mode))
+            _check_coverage(record, config, verdict)
+            step_verdicts.append(judge(record, config["mode"]))
 
         _check(verdict, path.name, judge_file)
     return step_verdicts
+
+
+def _check_coverage(record: StepRecord, config: dict, verdict: Verdict) -> None:
+    """The step has as many samples and replicas as the options ask for: its own list of them proves nothing."""
+    samples = config["rollout_batch_size"] * config["samples_per_prompt"]
+    if len(set(record.expected_uids)) != samples:
+        verdict.fail(f"step {record.step}: {len(set(record.expected_uids))} samples were drawn, the options ask for "
+                     f"{samples}")
+    replicas, expected = {row.replica for row in record.rows}, {f"tp{rank}" for rank in range(config["tp"])}
+    if replicas != expected:
+        verdict.fail(f"step {record.step}: replicas {sorted(replicas)} were audited, expected {sorted(expected)}")
 
 
 def _check_metrics(directory: Path, step_verdicts: list[StepVerdict], verdict: Verdict) -> None:

@@ -42,6 +42,7 @@ class Registry:
         self.mode = "consistency"
         self._backends: dict[str, list[Backend]] = {}
         self._chosen: dict[tuple, Backend] = {}
+        self._overrides: dict[str, Backend] = {}
 
     def register(self, op: str, name: str, *, contract: bool, devices=("cpu",), dtypes=FLOATS) -> Callable:
         """Decorator: make a function a backend of `op`. Earlier registrations are preferred."""
@@ -70,6 +71,8 @@ class Registry:
         return backend.function(*args, **kwargs)
 
     def _select(self, op: str, device: str, dtype: torch.dtype) -> Backend:
+        if op in self._overrides:
+            return self._overrides[op]
         consistent = self.mode == "consistency"
         fitting = [b for b in self._backends.get(op, []) if b.serves(device, dtype) and b.contract == consistent]
         if fitting:
@@ -92,14 +95,20 @@ class Registry:
 
     @contextmanager
     def override(self, op: str, function: Callable) -> Iterator[None]:
-        """Replace every backend of `op` for the time of the block: how negative controls break one link."""
-        saved = self._backends[op]
-        self._backends[op] = [Backend(op, "override", function, c, EVERYWHERE) for c in (True, False)]
+        """Replace every backend of `op` for the time of the block: how negative controls break one link.
+
+        Its calls stay in the readback, as calls outside the contract.
+        """
+        backend = next((b for b in self._backends[op] if b.function is function), None)
+        if backend is None:
+            backend = Backend(op, "override", function, contract=False, devices=())  # no device: never chosen otherwise
+            self._backends[op].append(backend)
+        self._overrides[op] = backend
         self._chosen.clear()
         try:
             yield
         finally:
-            self._backends[op] = saved
+            del self._overrides[op]
             self._chosen.clear()
 
     def readback(self) -> list[dict]:

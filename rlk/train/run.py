@@ -157,7 +157,11 @@ class Run:
             for piece in pieces:
                 for i in np.unique(piece.samples):
                     rows = piece.samples == i
-                    tables[tp_rank][i][piece.offsets[rows]] = piece.logprobs[rows]
+                    offsets = piece.offsets[rows]
+                    if len(set(offsets)) < len(offsets) or not np.isnan(tables[tp_rank][i][offsets]).all():
+                        raise CheckFailed(f"audit: step {step}, sample {trajectories[i].uid} (tp{tp_rank}) was "
+                                          "recomputed twice; each token belongs to one pack of one rank")
+                    tables[tp_rank][i][offsets] = piece.logprobs[rows]
         verdict = None
         if self.evidence:
             rows = [AuditRow(t.uid, f"tp{tp_rank}", t.prompt_tokens, t.tokens, t.logprobs, recomputed)

@@ -150,6 +150,24 @@ def test_a_failed_step_leaves_nothing_behind(model, monkeypatch):
     assert all_bytes(engine.generate(prompts, 2, NUCLEUS)) == expected
 
 
+def test_pages_that_a_failed_step_was_to_write_are_not_shared(model, monkeypatch):
+    engine, prompts = make_engine(model, prefill_chunk=32), make_prompts(7, 70)
+    expected = all_bytes(make_engine(model).generate(prompts, 1, NUCLEUS))
+    real, calls = engine.runner.hidden, []
+
+    def fail_in_the_second_chunk(batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise CheckFailed("a peer is gone")  # nothing of this chunk is in its pages, which are registered already
+        return real(batch)
+
+    with monkeypatch.context() as broken, pytest.raises(CheckFailed, match="a peer is gone"):
+        broken.setattr(engine.runner, "hidden", fail_in_the_second_chunk)
+        engine.generate(prompts, 1, NUCLEUS)
+    assert all_bytes(engine.generate(prompts, 1, NUCLEUS)) == expected
+    assert engine.work.shared == 0
+
+
 def test_generating_records_no_gradient(model):
     model.enable_training()
     engine = make_engine(model)

@@ -179,6 +179,19 @@ def test_the_last_step_cut_off_on_both_sides_is_found(run):
     assert "audit.json: steps is 2, the step files give 1" in failures_of(run)
 
 
+@pytest.mark.parametrize("option, message", [
+    ("steps = 3", "2 steps are audited, expected all of the run's: 0 to 2"),
+    ("samples_per_prompt = 3", "step 0: 2 samples were drawn, the options ask for 3"),
+    ("tp = 4", "step 1: replicas ['tp0', 'tp1'] were audited, expected ['tp0', 'tp1', 'tp2', 'tp3']"),
+])
+def test_a_run_that_audited_less_than_its_options_ask_for_is_found(run, option, message):
+    lines = (run / "config.toml").read_text().splitlines()
+    name = option.partition(" =")[0]
+    (run / "config.toml").write_text("\n".join(option if line.startswith(f"{name} =") else line for line in lines))
+    (run / "COMPLETE").write_text(make_manifest(run))
+    assert message in failures_of(run)
+
+
 def test_a_metrics_line_that_tells_another_count_is_found(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[1]["compared"] = 7
