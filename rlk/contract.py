@@ -47,9 +47,9 @@ class Contract:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def make_contract(architecture: str, dtype: torch.dtype, leaves: int, kernels: str) -> Contract:
-    """Build this rank's contract; `kernels` is the fingerprint of the kernel objects it loaded."""
-    software = {"torch": torch.__version__, "python": platform.python_version(), "kernels": kernels}
+def make_contract(architecture: str, dtype: torch.dtype, leaves: int, kernels: str, sources: str) -> Contract:
+    """Build this rank's contract from the fingerprints of the kernel objects it loaded and of its source files."""
+    software = {"torch": torch.__version__, "python": platform.python_version(), "kernels": kernels, "sources": sources}
     return Contract(architecture, str(dtype).removeprefix("torch."), leaves, software=software)
 
 

@@ -159,14 +159,6 @@ int attend(Rows<T> q, Rows<T> k, Rows<T> v, const Keys& keys, const Segment* seg
 }  // namespace
 
 // Strides are of rows, in elements. segments [n, 4], starts [sources]; o [T, H, E], lse [T, H] or null.
-// The constants of the contract that this object was built with: block, chunk, largest head dim.
-RLK_EXPORT int rlk_attention_constants(int* out) {
-  out[0] = kBlock;
-  out[1] = kChunk;
-  out[2] = kMaxHeadDim;
-  return kOk;
-}
-
 RLK_EXPORT int rlk_attention_varlen(int dtype, const void* q, long T, long q_stride, const void* k, long k_stride,
                                     const void* v, long v_stride, long U, const int32_t* segments, int n,
                                     const int32_t* starts, int sources, int H, int G, int E, void* o, float* lse) {
@@ -213,6 +205,14 @@ RLK_EXPORT int rlk_write_kv(const char* k, long k_stride, const char* v, long v_
     std::memcpy(k_cache + slots[t] * row_bytes, k + t * k_stride, row_bytes);
     std::memcpy(v_cache + slots[t] * row_bytes, v + t * v_stride, row_bytes);
   }
+  return kOk;
+}
+
+// The constants of the contract that this object was built with: block, chunk, largest head dim.
+RLK_EXPORT int rlk_attention_constants(int* out) {
+  out[0] = kBlock;
+  out[1] = kChunk;
+  out[2] = kMaxHeadDim;
   return kOk;
 }
 

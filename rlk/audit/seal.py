@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -43,6 +45,11 @@ def hash_sources() -> dict[str, str]:
     for folder in folders:
         files |= _files_under(ROOT / folder, ROOT)
     return _hash_named(files)
+
+
+def source_digest() -> str:
+    """One SHA-256 over `hash_sources`: equal on every rank that runs the same code."""
+    return hashlib.sha256(json.dumps(hash_sources()).encode()).hexdigest()
 
 
 def seal_differences(before: dict, after: dict) -> list[str]:

@@ -67,8 +67,8 @@ class Evidence:
         try:
             if complete:
                 self.directory.complete()
-        except CheckFailed:
-            summary["verdict"] = "fail"
+        except CheckFailed as error:
+            summary |= {"verdict": "fail", "failures": [*summary["failures"], str(error)]}
             raise
         finally:
             print(verdict_table(str(self.path), summary, read_metrics(self.path)), flush=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rlk.audit.readback import make_readback
+from rlk.audit.seal import source_digest
 from rlk.audit.step_record import AuditRow, StepVerdict
 from rlk.collectives.objects import all_gather_object
 from rlk.config import RunConfig
@@ -151,6 +152,10 @@ class Run:
         Returns the verdict and the recomputed log-probs by sample (tensor-parallel rank 0's). Raises CheckFailed on
         every rank when the verdict is bad: in consistency mode for one unequal bit.
         """
+        for t in trajectories:
+            if t.policy_version != self.policy.policy_version:
+                raise CheckFailed(f"audit: step {step}, sample {t.uid} was drawn under policy version "
+                                  f"{t.policy_version}, training holds {self.policy.policy_version}: stale weights")
         tables = [[np.full(len(t.tokens), np.nan, np.float32) for t in trajectories] for _ in range(self.topology.tp)]
         everyone = all_gather_object(self.groups.world, (self.topology.tp_rank, scored))
         for tp_rank, pieces in everyone:
@@ -225,7 +230,7 @@ def open_run(config: RunConfig, sources: dict[str, str], stack: ExitStack) -> Ru
     stack.callback(groups.close)
 
     dtype = getattr(torch, config.dtype)
-    contract = make_contract(config.device, dtype, topology.leaves, kernel_fingerprint())
+    contract = make_contract(config.device, dtype, topology.leaves, kernel_fingerprint(), source_digest())
     agree(contract, all_gather_object(groups.world, contract.as_dict()))
 
     def load(comm, shards: int = 1) -> Qwen3:

@@ -18,7 +18,7 @@ from rlk.model.config import MOST_HEAD_DIM
 from rlk.ops.cpu_library import POINTER, function
 from tests.spawn import run_ranks
 
-MINE = make_contract("cpu", torch.bfloat16, 2, kernels="aa" * 32)
+MINE = make_contract("cpu", torch.bfloat16, 2, kernels="aa" * 32, sources="cc" * 32)
 
 
 @pytest.mark.parametrize(("change", "named"), [
@@ -38,7 +38,7 @@ def test_another_contract_stops_the_run_with_rank_key_and_both_values(change, na
 
 
 def test_equal_contracts_agree_and_have_one_fingerprint():
-    again = make_contract("cpu", torch.bfloat16, 2, kernels="aa" * 32)
+    again = make_contract("cpu", torch.bfloat16, 2, kernels="aa" * 32, sources="cc" * 32)
     agree(MINE, [again.as_dict()] * 3)
     assert again.fingerprint == MINE.fingerprint
 

@@ -1,5 +1,6 @@
 """Log-prob: one value, whoever computes it. Bits are compared as bytes; values against float64."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -89,6 +90,27 @@ def test_nucleus_normalises_over_the_retained_set_on_both_sides():
     rescored, _ = score_logits(logits, torch.tensor([0]), rule)
     assert rescored.item() == pytest.approx(-0.4700, abs=5e-5)
     assert raw(rescored) == raw(result.logprobs)
+
+
+def test_the_sums_follow_the_written_order_bit_by_bit():
+    """Every tile's largest logit is 0, so that states merge by plain FP32 additions; exp comes from the backward."""
+    rows, width = 300, 24
+    logits = -3 * torch.randn(rows, 64 * width, generator=torch.Generator().manual_seed(1)).abs()
+    logits[:, ::width] = 0
+    zeros, e = torch.zeros(rows), torch.empty_like(logits)
+    registry.call("tile_stats_backward", logits, logits, torch.zeros(rows, dtype=torch.int64), zeros, zeros - 1, 0,
+                  64 * width, 1.0, e)
+    e[:, 0] = 1  # the target's own entry is another formula
+    lanes = np.zeros((rows, 64, 16), np.float32)
+    for i, column in enumerate(np.moveaxis(e.numpy().reshape(rows, 64, width), 2, 0)):
+        lanes[:, :, i % 16] += column
+    for half in (8, 4, 2, 1):
+        lanes[:, :, :half] += lanes[:, :, half:2 * half]
+    total = np.zeros(rows, np.float32)
+    for tile in range(64):
+        total += lanes[:, tile, 0]
+    logprob, _ = score_logits(logits, torch.zeros(rows, dtype=torch.int64), ScoreRule(1.0, 64 * width))
+    assert raw(logprob) == raw(torch.from_numpy(-np.log(total.astype(np.float64)).astype(np.float32)))
 
 
 def test_ids_beyond_the_tokenizer_do_not_exist():

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,18 @@ def test_rms_norm_agrees_with_float64_and_rows_are_independent(dtype, T, D, seed
     close(y, rms_norm_64(x, w), dtype)
     rows = data.draw(st.lists(st.integers(0, T - 1), min_size=1, max_size=9))
     assert raw(norm.rms_norm(x[rows], w, EPS)) == raw(y[rows])
+
+
+def test_rms_norm_follows_the_written_rule_bit_by_bit():
+    """On BF16 values an FMA is exact in double, so that plain NumPy can take the 16 partial sums and their tree."""
+    x, w = draw(1, 200, 100, dtype=torch.bfloat16).float(), draw(2, 100)
+    partial = np.zeros((200, 16), np.float32)
+    for i, column in enumerate(x.double().numpy().T):
+        partial[:, i % 16] = (partial[:, i % 16].astype(np.float64) + column * column).astype(np.float32)
+    for half in (8, 4, 2, 1):
+        partial[:, :half] += partial[:, half:2 * half]
+    scale = np.float32(1) / np.sqrt(partial[:, :1] / np.float32(100) + np.float32(EPS))
+    assert raw(norm.rms_norm(x, w, EPS)) == raw(torch.from_numpy(x.numpy() * scale * w.numpy()))
 
 
 @both_dtypes

@@ -32,10 +32,16 @@ def recomputed(trajectories: list[Trajectory]) -> Scored:
                   np.concatenate([t.logprobs for t in trajectories]))
 
 
-def audit(trajectories: list[Trajectory], scored: list[Scored], tp: int = 1):
-    run = SimpleNamespace(topology=SimpleNamespace(tp=tp, tp_rank=0), groups=SimpleNamespace(world=LocalCommunicator()),
+def audit(trajectories: list[Trajectory], scored: list[Scored], tp: int = 1, policy_version: int = 0):
+    run = SimpleNamespace(policy=SimpleNamespace(policy_version=policy_version),
+                          topology=SimpleNamespace(tp=tp, tp_rank=0), groups=SimpleNamespace(world=LocalCommunicator()),
                           evidence=SimpleNamespace(auditor=Auditor(None, "consistency")))
     return Run.audit(run, 0, trajectories, scored)
+
+
+def test_samples_of_stale_weights_fail_the_audit_even_if_no_bit_differs():
+    with pytest.raises(CheckFailed, match="policy version 0, training holds 1"):
+        audit([trajectory(1)], [recomputed([trajectory(1)])], policy_version=1)
 
 
 def test_every_token_recomputed_with_the_sampled_bits_passes():
