@@ -67,7 +67,7 @@ def rlk(ctx: click.Context) -> None:
     First run, on any machine (creates a tiny model, two minutes on two cores):
         rlk run --profile cpu-tiny
     Then look at what a run would do, and check a finished one:
-        rlk plan --profile mi300x-qwen3-8b
+        rlk plan --profile cpu-tiny
         rlk validate runs/<date>-<time>-cpu-tiny
 
     \b

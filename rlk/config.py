@@ -8,6 +8,7 @@ Precedence: command line > environment > profile > default. An unknown key fails
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import os
 import tomllib
@@ -36,12 +37,14 @@ FAULTS = {
 
 
 def option(default: Any, help: str, *, section: str = "", choices: Iterable[str] = (), least: float | None = None,
-           above: float | None = None, most: float | None = None) -> Any:
-    """A field of RunConfig: its default, help text and good values (least <= value, above < value, value <= most).
+           above: float | None = None, most: float | None = None, below: float | None = None) -> Any:
+    """A field of RunConfig: its default, help text and good values (least <= value, above < value, value <= most,
+    value < below; a float must be finite).
 
     `section` opens a section of `--help`; the fields after it belong to it too.
     """
-    meta = dict(help=help, section=section, choices=tuple(choices), least=least, above=above, most=most)
+    meta = dict(help=help, section=section, choices=tuple(choices), least=least, above=above, most=most,
+                below=below)
     return field(default=default, metadata=meta)
 
 
@@ -64,8 +67,8 @@ class RunConfig:
     dtype: str = option("bfloat16", "Of weights and activations (master weights and sums are always float32).",
                         choices=("bfloat16", "float32"))
     device: str = option("cpu", "cpu, or cuda for NVIDIA and AMD GPUs alike.", choices=("cpu", "cuda"))
-    seed: int = option(0, "Seed of the data order and of training.", least=0)
-    rollout_seed: int = option(0, "Seed of the sampling noise.", least=0)
+    seed: int = option(0, "Seed of the data order and of training.", least=0, most=2**63 - 1)
+    rollout_seed: int = option(0, "Seed of the sampling noise.", least=0, most=2**63 - 1)
     steps: int = option(1, "Steps: each is one rollout and the training on it.", least=1)
 
     nproc: int = option(1, "Ranks (processes) on this node. Training: ranks = dp x cp x tp. "
@@ -98,8 +101,8 @@ class RunConfig:
 
     lr: float = option(1e-6, "AdamW learning rate.", least=0, section="GRPO and AdamW")
     weight_decay: float = option(0.0, "AdamW weight decay (norm weights are left out).", least=0)
-    adam_beta1: float = option(0.9, "AdamW decay of the first moment.", least=0, most=1)
-    adam_beta2: float = option(0.98, "AdamW decay of the second moment.", least=0, most=1)
+    adam_beta1: float = option(0.9, "AdamW decay of the first moment.", least=0, below=1)
+    adam_beta2: float = option(0.98, "AdamW decay of the second moment.", least=0, below=1)
     adam_eps: float = option(1e-8, "AdamW epsilon.", above=0)
     grad_clip: float = option(1.0, "Largest global gradient norm; 0 is off.", least=0)
     kl_coef: float = option(0.0, "Weight of the k3 KL to the initial model; above 0 a second copy of it is held.",
@@ -242,7 +245,9 @@ def _check_range(entry: Field, value: Any) -> None:
         raise UsageError(f"{flag(entry.name)} is {value!r}{nearest(value, names)}, expected one of {', '.join(names)}")
     bounds = [(words, holds, bound) for words, holds, bound in (
         ("at least", operator.ge, meta["least"]), ("above", operator.gt, meta["above"]),
-        ("at most", operator.le, meta["most"])) if bound is not None]
+        ("at most", operator.le, meta["most"]), ("below", operator.lt, meta["below"])) if bound is not None]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{flag(entry.name)} is {value}, expected a finite number")
     # Not `value < bound`: a NaN has to fail too.
     if not all(holds(value, bound) for _, holds, bound in bounds):
         wanted = " and ".join(f"{words} {bound}" for words, _, bound in bounds)

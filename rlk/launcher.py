@@ -10,6 +10,7 @@ On several nodes, start it once on each under Slurm (launch/slurm/two-nodes.sbat
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from rlk.doctor import check_rendezvous, slurm_nodes
 RANK_COMMAND = [sys.executable, "-m", "rlk.cli"]
 GRACE_SECONDS = 5.0  # from the first rank's failure until the others are killed
 POLL_SECONDS = 0.05
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MASTER_PORT = "29500"  # on several nodes, unless the environment has one; on one node a free port is taken
 
 
@@ -36,7 +38,8 @@ def launch(arguments: Sequence[str], ranks_here: int, device: str) -> int:
     common = rank_environment(os.environ, ranks_here, device)
     first_rank = int(common["GROUP_RANK"]) * ranks_here
     places = [{"RANK": str(first_rank + i), "LOCAL_RANK": str(i)} for i in range(ranks_here)]
-    ranks = [subprocess.Popen([*RANK_COMMAND, *arguments], env=common | place) for place in places]
+    ranks = [subprocess.Popen([*RANK_COMMAND, *arguments], env=common | place, preexec_fn=_end_with_launcher)
+             for place in places]
 
     def forward(number: int, _frame: object) -> None:
         for process in ranks:
@@ -55,6 +58,11 @@ def launch(arguments: Sequence[str], ranks_here: int, device: str) -> int:
             process.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _end_with_launcher() -> None:
+    """In a rank, before it runs: the kernel ends it when the launcher is killed and can stop nobody any more."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def supervise(ranks: Sequence[subprocess.Popen], first_rank: int = 0) -> int:

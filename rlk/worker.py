@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,8 @@ from rlk.preflight import check_layout, preflight
 from rlk.profiles import default_profile
 
 JOIN_TIMEOUT = timedelta(minutes=10)  # rank 0 may be creating the tiny model, or tokenizing a long prompt file
-REPORT_SECONDS = 1.0  # rank 0 stays this long for the other ranks to see that it has reported the same error
+REPORT_SECONDS = 1.0  # ranks that fail together wait this long to hear what the others report
+USAGE_KEY = "rlk/usage-error"  # in the store once a rank reported bad input
 
 
 def run_rank(profile: str, command_line: Mapping[str, Any]) -> int:
@@ -48,8 +49,7 @@ def run_rank(profile: str, command_line: Mapping[str, Any]) -> int:
         run(config, sources)
         return 0
     except (UsageError, CheckFailed) as error:
-        report(store, rank, world, error)
-        return error.exit_status
+        return report(store, rank, world, error)
 
 
 def propose(profile: str, command_line: Mapping[str, Any], world: int) -> dict[str, Any]:
@@ -114,22 +114,34 @@ def create_demo_input(config: RunConfig) -> None:
         create_tiny(directory)
 
 
-def report(store: dist.Store, rank: int, world: int, error: Exception) -> None:
-    """Print the error unless another rank has printed the same words."""
+def report(store: dist.Store, rank: int, world: int, error: UsageError | CheckFailed) -> int:
+    """Print the error unless another rank has printed the same words; returns the exit status.
+
+    A rank that merely lost a peer to that peer's own bad input (its disk is full, say) leaves the word to it.
+    """
+    if isinstance(error, CheckFailed) and _soon(lambda: store.check([USAGE_KEY])):
+        return UsageError.exit_status
     text = f"error: {error}" if isinstance(error, UsageError) else f"check failed: {error}"
     key = "rlk/error/" + hashlib.sha256(text.encode()).hexdigest()
     try:
         first = store.add(key, 1) == 1
+        if isinstance(error, UsageError):
+            store.set(USAGE_KEY, text)
     except RuntimeError:  # the store went away with rank 0
         first = True
     if first:
         print(text, file=sys.stderr, flush=True)
-    if rank == 0:
-        _wait_for_others(store, key, world)
+    if rank == 0:  # the store may live in this process
+        _soon(lambda: store.add(key, 0) == world)
+    return error.exit_status
 
 
-def _wait_for_others(store: dist.Store, key: str, world: int) -> None:
-    """Keep the store, which may live in this process, until every rank has asked or REPORT_SECONDS have passed."""
+def _soon(happened: Callable[[], bool]) -> bool:
+    """Whether it happens within REPORT_SECONDS; a store that went away has nothing more to tell."""
     deadline = time.monotonic() + REPORT_SECONDS
-    while store.add(key, 0) < world and time.monotonic() < deadline:
-        time.sleep(0.02)
+    try:
+        while not (done := happened()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return done
+    except RuntimeError:
+        return False

@@ -84,6 +84,8 @@ class RunDirectory:
 
 def require_new(path: Path) -> None:
     """Raise UsageError unless nothing is at `path`, or an empty directory."""
+    with disk_errors(path):  # a name too long, or a parent that may not be read
+        path.exists()
     if path.exists() and not path.is_dir():
         raise UsageError(f"run directory {path} is a file; give a new directory with --run-dir")
     if path.is_dir() and any(path.iterdir()):

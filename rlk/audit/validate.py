@@ -21,9 +21,6 @@ from rlk.contract import Contract
 from rlk.errors import CheckFailed, UsageError
 from rlk.files import hash_file
 
-EVIDENCE = ("config.toml", "contract.json", "seal.before.json", "seal.after.json", "metrics.jsonl", "audit.json",
-            "audit/step-*.npz", "readback/rank-*.json")
-
 
 @dataclass
 class Verdict:
@@ -202,7 +199,8 @@ def _check_manifest(directory: Path, verdict: Verdict) -> None:
 
 
 def _evidence_names(directory: Path) -> list[str]:
-    return sorted(path.relative_to(directory).as_posix() for pattern in EVIDENCE for path in directory.glob(pattern))
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*")
+                  if path.is_file() and path.name != "COMPLETE")
 
 
 def _read_json(path: Path) -> dict:

@@ -97,8 +97,8 @@ def find_reward(name: str) -> RewardFunction:
         raise UsageError(f"--reward is {name!r}, expected one of {', '.join(REWARDS)} or package.module:function")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--reward {name} cannot be imported: {error}") from None
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise UsageError(f"--reward {name} cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise UsageError(f"--reward {name} is {type(found).__name__}, expected a function (response, answer) -> float")
     return found

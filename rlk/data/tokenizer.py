@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rlk.errors import UsageError
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")  # without either, transformers makes up an empty tokenizer
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint directory. `len()` is the number of ids that may be sampled or scored."""
@@ -16,6 +18,9 @@ class Tokenizer:
 
         if not Path(directory).is_dir():
             raise UsageError(f"no tokenizer at {directory}: expected a Hugging Face checkpoint directory")
+        if not any((Path(directory) / name).exists() for name in TOKENIZER_FILES):
+            raise UsageError(f"{directory} has no tokenizer, expected {' or '.join(TOKENIZER_FILES)}: copy the "
+                             "model's tokenizer there")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:

@@ -33,6 +33,14 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                     "vocab_size", "max_position"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise UsageError(f"config.json gives {name} = {value!r}, expected a whole number from 1: fetch the "
+                                 "checkpoint again")
+        if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
+            raise UsageError(f"the checkpoint's eos_token_id is {list(self.eos_token_ids)}, expected token ids: mend "
+                             "generation_config.json")
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_attention_heads is {self.num_heads}, expected a multiple of num_key_value_heads "

@@ -31,20 +31,24 @@ class Evidence:
         self.directory.write_contract(contract)
         self.seal = self._make_seal()
         self.directory.write_seal("before", self.seal)
-        self.bar = tqdm(total=config.steps, unit="step", dynamic_ncols=True)
+        # disable=None: no bar where stderr is a file, in which every redraw would be a line.
+        self.bar = tqdm(total=config.steps, unit="step", dynamic_ncols=True, disable=None)
 
     def _make_seal(self) -> dict:
         return make_seal(Path(self.config.model), Path(self.config.prompts), [build_cpu()])
 
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, metrics: StepMetrics, first_reward_error: str = "") -> None:
         self.directory.append_metrics(metrics.as_dict())
         self.bar.write(metrics.console_line(self.config.steps - 1))
         if not metrics.extra["samples_in_loss"]:
             self.bar.write(f"warning: step {metrics.step} trained on no sample: every response was truncated or failed "
                            "its reward; raise --max-response-len or look at the rewards")
+        if metrics.extra["reward_errors"]:
+            self.bar.write(f"warning: step {metrics.step}: {metrics.extra['reward_errors']} rewards failed and their "
+                           f"samples are left out; the first: {first_reward_error}")
         self.bar.update()
 
-    def close(self, readbacks: list[dict]) -> None:
+    def close(self, readbacks: list[dict], finite_weights: bool) -> None:
         """The second seal, the readbacks, the totals, the picture; COMPLETE only if all of it holds."""
         from rlk.report.plots import plot_run  # here: matplotlib takes a second, and only rank 0 draws
 
@@ -57,7 +61,8 @@ class Evidence:
             self.directory.write_readback(readback)
         in_contract = all(readback["fallbacks"] == 0 for readback in readbacks)
         plot_run(self.path)
-        self.conclude({"seal": not changed, "readback": in_contract or self.config.mode == "native"}, complete=True)
+        self.conclude({"seal": not changed, "readback": in_contract or self.config.mode == "native",
+                       "finite weights": finite_weights}, complete=True)
         print(f"complete: {self.path} (check it again with `bin/rlk validate {self.path}`)", flush=True)
 
     def conclude(self, gates: dict[str, bool], complete: bool = False) -> None:

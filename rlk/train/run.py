@@ -200,17 +200,18 @@ class Run:
                 mean_response_tokens=float(lengths.mean()), max_response_tokens=int(lengths.max()),
                 truncated_fraction=float(np.mean([t.stop_reason == "length" for t in trajectories])),
                 reward_errors=rewards.errors, samples_in_loss=int(use_N.sum()),
-            )))
+            )), rewards.first_error)
 
     def finish(self) -> None:
         """Save the model, close the evidence, and print the verdict. Raises CheckFailed when a gate does not pass."""
+        finite = all(all_gather_object(self.groups.world, bool(torch.isfinite(self.policy.storage).all())))
         if self.config.save_model:
             directory = all_gather_object(self.groups.world, self.evidence and self.evidence.path / "model")[0]
             save_model(self.policy, directory, self.groups.world, self.config.model)
         readbacks = all_gather_object(self.groups.world, make_readback(
             registry, self.topology.rank, self.topology.world, self.contract.architecture, self.contract.fingerprint))
         if self.evidence:
-            self.evidence.close(readbacks)
+            self.evidence.close(readbacks, finite)
 
 
 def open_run(config: RunConfig, sources: dict[str, str], stack: ExitStack) -> Run:

@@ -116,3 +116,12 @@ def test_a_killed_rank_takes_the_others_down_and_nothing_is_called_complete(tiny
         launcher.kill()
     assert "rank 1" in launcher.stderr.read()
     assert not (run_dir / "COMPLETE").exists()
+
+
+def test_input_that_fails_on_rank_0_after_the_start_is_one_line_and_exit_2(tiny, tmp_path):
+    done = rlk(*run_options(tiny, tmp_path / "run", reward="json:loads", answer_key="answer", lr=0.0, steps=1))
+    assert done.returncode == 0 and "rewards failed" in done.stdout  # the reward's own failure is no bad input
+    (tmp_path / "file").write_text("in the way")
+    done = rlk(*run_options(tiny, tmp_path / "file" / "run", steps=1))
+    assert done.returncode == 2, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.strip()] == [done.stderr.strip()]

@@ -147,6 +147,12 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
          "does not fit in memory: process"),
         (lambda: edit("config.json", vocab_size=64), {}, "the tokenizer has"),
         (lambda: (checkpoint / "model" / "model.safetensors").unlink(), {}, "lacks model.safetensors"),
+        (lambda: prompts.write_text('{"prompt": "' + "7" * 1020 + '", "answer": "1"}\n'), {}, "1020 tokens"),
+        (lambda: None, dict(max_response_len=100, max_tokens_per_gpu=64), "a pack holds 64"),
+        (lambda: edit("config.json", num_key_value_heads=0), {}, "num_kv_heads = 0, expected a whole number"),
+        (lambda: edit("config.json", hidden_size="64"), {}, "hidden_size = '64'"),
+        (lambda: edit("config.json", head_dim=24), {}, "head_dim is 24, expected a multiple of 16"),
+        (lambda: edit("config.json", eos_token_id=[1, "x"]), {}, "eos_token_id is [1, 'x']"),
         (filled_run_dir, {}, "is not empty; give a new one"),
     ]
     for prepare, changes, message in cases:

@@ -19,8 +19,9 @@ def test_a_source_that_changed_during_the_run_is_no_pass_and_never_complete(tmp_
     evidence = Evidence(RunConfig(run_dir=str(tmp_path / "run"), steps=1, rollout_batch_size=1, samples_per_prompt=1,
                                   global_batch_size=1), {}, CONTRACT)
     verdict = evidence.auditor.add_step(0, 0, [make_row(1)], [1])
-    evidence.step(StepMetrics(0, 0, 0.5, 3, verdict.compared, verdict.unequal, 0.1, 0.1, 0.2, {"samples_in_loss": 1}))
+    figures = {"samples_in_loss": 1, "reward_errors": 0}
+    evidence.step(StepMetrics(0, 0, 0.5, 3, verdict.compared, verdict.unequal, 0.1, 0.1, 0.2, figures))
     with pytest.raises(CheckFailed, match="seal"):
-        evidence.close([make_readback(0), make_readback(1)])
+        evidence.close([make_readback(0), make_readback(1)], finite_weights=True)
     assert '"seal": false' in (tmp_path / "run" / "audit.json").read_text()
     assert not (tmp_path / "run" / "COMPLETE").exists()

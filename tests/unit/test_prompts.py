@@ -28,6 +28,9 @@ def test_tokenizer_round_trip(tokenizer):
 def test_missing_tokenizer(tmp_path):
     with pytest.raises(UsageError, match="no tokenizer at"):
         Tokenizer(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="has no tokenizer, expected tokenizer.json or vocab.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UsageError, match="has no tokenizer that transformers can load"):
         Tokenizer(tmp_path)
 
