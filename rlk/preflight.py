@@ -23,7 +23,7 @@ from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
 from rlk.model.weights import weight_files
 from rlk.ops.registry import registry
-from rlk.plan import MemoryPlan, available_memory, gib, local_parameters, plan_memory
+from rlk.plan import MemoryPlan, available_memory, local_parameters, plan_memory
 from rlk.topology import Topology
 
 OPERATORS = ("adamw", "attention", "embedding", "gemm", "logprob", "norm", "sampler", "swiglu")
@@ -123,5 +123,5 @@ def check_disk(config: RunConfig, model: ModelConfig) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise UsageError(f"disk too small: up to {gib(needed)} will be written below {folder}, where {gib(free)} is "
-                         "free; choose another --run-dir, or give --no-save-model")
+        raise UsageError(f"disk too small: up to {needed >> 20:,} MiB will be written below {folder}, where {free >> 20:,} "
+                         "MiB is free; choose another --run-dir, or give --no-save-model")
