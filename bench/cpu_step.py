@@ -26,10 +26,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rlk.audit.seal import describe_hardware, software_versions  # noqa: E402
-from rlk.build import source_fingerprint  # noqa: E402
-from rlk.model.config import ModelConfig  # noqa: E402
-from rlk.model.tiny import write_tokenizer  # noqa: E402
+from rlk.audit.seal import describe_hardware, software_versions
+from rlk.build import source_fingerprint
+from rlk.model.config import ModelConfig
+from rlk.model.tiny import write_tokenizer
 
 PROMPTS, SAMPLES, NEW_TOKENS, TEMPERATURE, TOP_P, KL, LR = 8, 8, 64, 0.7, 0.95, 0.01, 1e-4
 SHAPE = dict(vocab_size=512, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,

@@ -17,10 +17,10 @@ for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "T
     os.environ[name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import torch  # noqa: E402
-import trl  # noqa: E402
-from datasets import Dataset, disable_progress_bars  # noqa: E402
-from transformers import AutoTokenizer, TrainerCallback  # noqa: E402
+import torch
+import trl
+from datasets import Dataset, disable_progress_bars
+from transformers import AutoTokenizer, TrainerCallback
 
 
 def main() -> None:
