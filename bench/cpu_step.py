@@ -18,16 +18,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 import torch
+from record import ROOT, write_result
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from rlk.audit.seal import describe_hardware, software_versions
-from rlk.build import source_fingerprint
 from rlk.model.config import ModelConfig
 from rlk.model.tiny import write_tokenizer
 
@@ -120,13 +115,8 @@ def main() -> None:
     for part in ("rollout", "train"):
         for arm in ("consistency", "native"):
             figures[f"{arm}_{part}_s"] = statistics.median(s for r in results[arm] for s in r[part][args.warm_up:])
-    software = software_versions() | results.get("trl", [{}])[0].get("versions", {})
-    record = dict(name="cpu_step", date=date.today().isoformat(), hardware=describe_hardware(), software=software,
-                  command=f"python bench/cpu_step.py --trl-python VENV/bin/python --steps {args.steps} "
-                          f"--warm-up {args.warm_up}",
-                  source_fingerprint=source_fingerprint(), figures=figures)
-    (ROOT / "bench" / "results" / "cpu_step.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(figures, indent=2))
+    write_result("cpu_step", f"python bench/cpu_step.py --trl-python VENV/bin/python --steps {args.steps} "
+                             f"--warm-up {args.warm_up}", figures, results.get("trl", [{}])[0].get("versions"))
 
 
 if __name__ == "__main__":
