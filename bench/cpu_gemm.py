@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python bench/cpu_gemm.py
 
-FP32, one thread, the five weight shapes of bench/cpu_step.py's model. Sixteen copies of each weight are used in turn,
-so that none is still near from the call before, as in a decode step. Ours and torch's alternate call by call, each
-order in half of the rounds, and never use the copy that the other has just read. Figures are medians; `..._over_torch` is
-our time over torch's: below 1 we are faster.
+FP32, one thread, the five weight shapes of bench/cpu_step.py's model. Sixteen copies of each weight are used in
+turn, so that none is still near from the call before, as in a decode step. Ours and torch's alternate call by call,
+each order in half of the rounds, and never use the copy that the other has just read. Figures are medians;
+`..._over_torch` is our time over torch's: below 1 we are faster.
 """
 
 from __future__ import annotations
