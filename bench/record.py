@@ -14,10 +14,14 @@ from rlk.audit.seal import describe_hardware, software_versions
 from rlk.build import source_fingerprint
 
 
-def write_result(name: str, command: str, figures: dict[str, float], software: dict[str, str] | None = None) -> None:
-    """Record and print `figures`; `software` adds to the versions of what RLK itself runs on."""
+def write_result(name: str, command: str, figures: dict[str, float], software: dict[str, str] | None = None,
+                 target: str = "cpu") -> None:
+    """Record and print `figures`; `software` adds to the versions of what RLK itself runs on.
+
+    `target`: whose kernels' sources the figures belong to, "cpu" or "gpu".
+    """
     record = dict(name=name, date=date.today().isoformat(), hardware=describe_hardware(),
                   software=software_versions() | (software or {}), command=command,
-                  source_fingerprint=source_fingerprint(), figures=figures)
+                  source_fingerprint=source_fingerprint(target), figures=figures)
     (ROOT / "bench" / "results" / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(figures, indent=2))

@@ -1,6 +1,8 @@
 // The generation protocol of the collectives, for the host and for GPUs.
 //
-// LAYOUT. Every rank owns one segment that all ranks of the group can read: a Control block, then a staging area.
+// LAYOUT. Every rank owns one segment that all ranks of the group can read: a Control block, then a staging area. On a
+// GPU it is one Control block and one slice of the staging area per workgroup, and each workgroup of a rank goes
+// through its own generations with the workgroups of the same number on the other ranks.
 //   Control   signal[kReady]   the last generation whose input this rank has staged     one cache line each: a rank
 //             signal[kDone]    the last generation whose inputs this rank has read      polls a line that only its
 //             signal[kClosed]  1 once this rank makes no more calls                     owner writes
@@ -21,22 +23,22 @@
 // each has published its own before it compares, and none overwrites it after.
 //
 // The memory model comes as a policy object:
-//   uint64_t load_acquire(const uint64_t*)         visible to every rank (system scope on a GPU)
+//   uint64_t poll(const uint64_t*)                 written by any rank (system scope on a GPU)
+//   void     acquire()                             what a poll has seen published may be read from here on
 //   void     store_release(uint64_t*, uint64_t)
 //   void     pause(uint64_t polls)                 between two polls; `polls` so far, for backing off
 //   uint64_t clock_ns()                            monotonic
-// On the host one thread visits the peers in turn; on a GPU one lane polls one peer, all in parallel.
+// On the host one thread visits the peers in turn; on a GPU one lane polls one peer, all in parallel, and a workgroup
+// barrier carries what a lane has acquired to the others (and what the others have staged to the lane that publishes).
 #pragma once
 #include <cstdint>
 
-#ifndef RLK_DEVICE
-#define RLK_DEVICE  // __device__ in a GPU build
-#endif
+#include "device.h"
 
 namespace rlk {
 
-constexpr int kMaxRanks = 64;
 constexpr uint64_t kPollsPerClock = 64;  // polls between two looks at the clock and at the peer's kClosed
+constexpr int kCacheLine = 128;          // the widest among the hosts and GPUs that we run on
 
 enum Signal : int32_t { kReady = 0, kDone = 1, kClosed = 2, kSignals = 3 };
 enum Operation : int32_t { kAllReduce = 0, kAllGather = 1, kReduceScatter = 2, kBarrier = 3 };
@@ -52,8 +54,8 @@ RLK_DEVICE inline bool same_call(const Call& a, const Call& b) {
 }
 
 struct Control {
-  struct alignas(64) Line { uint64_t value; } signal[kSignals];
-  struct alignas(64) { Call value; } call;
+  struct alignas(kCacheLine) Line { uint64_t value; } signal[kSignals];
+  struct alignas(kCacheLine) { Call value; } call;
 };
 
 // Why a call ended badly; the host words it (rlk/collectives/shm.py has the same layout).
@@ -64,70 +66,68 @@ struct Failure {
   Call mine, theirs;    // of a mismatch
 };
 
-struct Group {
-  Control* control[kMaxRanks];
-  char* staging[kMaxRanks];
-  int rank, world;
+// Who is waited for, and for how long at most.
+struct Peer {
+  const Control* control;
+  int32_t rank;
   uint64_t timeout_ns;
 };
 
-// Wait until `peer`'s `signal` has reached `generation`. False, with the failure recorded, when it takes longer than
+// Wait until the peer's `signal` has reached `generation`. False, with the failure recorded, when it takes longer than
 // the time-out or the peer has closed without reaching it.
 template <class Memory>
-RLK_DEVICE bool wait_for(Memory& memory, const Group& group, int peer, Signal signal, uint64_t generation,
-                         Failure* failure) {
-  const Control& control = *group.control[peer];
-  const uint64_t* word = &control.signal[signal].value;
+RLK_DEVICE bool wait_for(const Memory& memory, const Peer& peer, Signal signal, uint64_t generation, Failure* failure) {
+  const uint64_t* word = &peer.control->signal[signal].value;
   uint64_t deadline = 0;
-  for (uint64_t polls = 1;; ++polls) {
-    if (memory.load_acquire(word) >= generation) return true;
+  for (uint64_t polls = 1; memory.poll(word) < generation; ++polls) {
     memory.pause(polls);
     if (polls % kPollsPerClock != 0) continue;
     const uint64_t now = memory.clock_ns();
-    if (deadline == 0) deadline = now + group.timeout_ns;
-    const bool closed = memory.load_acquire(&control.signal[kClosed].value) != 0;
+    if (deadline == 0) deadline = now + peer.timeout_ns;
+    const bool closed = memory.poll(&peer.control->signal[kClosed].value) != 0;
     if (!closed && now < deadline) continue;
-    const uint64_t seen = memory.load_acquire(word);  // it may have arrived just before it closed
-    if (seen >= generation) return true;
-    *failure = Failure{closed ? kPeerClosed : kTimedOut, peer, signal, 0, generation, seen, {}, {}};
+    memory.acquire();  // it may have arrived just before it closed: look at the signal after the closing
+    const uint64_t seen = memory.poll(word);
+    if (seen >= generation) break;
+    *failure = Failure{closed ? kPeerClosed : kTimedOut, peer.rank, signal, 0, generation, seen, {}, {}};
     return false;
   }
+  memory.acquire();
+  return true;
 }
 
-// Step 1: `peer` reads the staging area of the generation before this one no more.
+// Step 1: the peer reads the staging area of the generation before this one no more.
 template <class Memory>
-RLK_DEVICE bool wait_until_released(Memory& memory, const Group& group, int peer, uint64_t generation,
-                                    Failure* failure) {
-  return wait_for(memory, group, peer, kDone, generation - 1, failure);
+RLK_DEVICE bool wait_until_released(const Memory& memory, const Peer& peer, uint64_t generation, Failure* failure) {
+  return wait_for(memory, peer, kDone, generation - 1, failure);
 }
 
 // Step 3, after staging.
 template <class Memory>
-RLK_DEVICE void publish_ready(Memory& memory, const Group& group, uint64_t generation, const Call& call) {
-  Control& mine = *group.control[group.rank];
+RLK_DEVICE void publish_ready(const Memory& memory, Control& mine, uint64_t generation, const Call& call) {
   mine.call.value = call;
   memory.store_release(&mine.signal[kReady].value, generation);
 }
 
-// Step 4: `peer`'s staging area is whole, and it is in the same call.
+// Step 4: the peer's staging area is whole, and it is in the same call.
 template <class Memory>
-RLK_DEVICE bool wait_until_staged(Memory& memory, const Group& group, int peer, uint64_t generation, const Call& call,
+RLK_DEVICE bool wait_until_staged(const Memory& memory, const Peer& peer, uint64_t generation, const Call& call,
                                   Failure* failure) {
-  if (!wait_for(memory, group, peer, kReady, generation, failure)) return false;
-  const Call theirs = group.control[peer]->call.value;
+  if (!wait_for(memory, peer, kReady, generation, failure)) return false;
+  const Call theirs = peer.control->call.value;
   if (same_call(call, theirs)) return true;
-  *failure = Failure{kMismatch, peer, kReady, 0, generation, generation, call, theirs};
+  *failure = Failure{kMismatch, peer.rank, kReady, 0, generation, generation, call, theirs};
   return false;
 }
 
 // Step 6, after the last read.
-template <class Memory> RLK_DEVICE void publish_done(Memory& memory, const Group& group, uint64_t generation) {
-  memory.store_release(&group.control[group.rank]->signal[kDone].value, generation);
+template <class Memory> RLK_DEVICE void publish_done(const Memory& memory, Control& mine, uint64_t generation) {
+  memory.store_release(&mine.signal[kDone].value, generation);
 }
 
 // This rank makes no more calls: peers that wait for it need not wait for the time-out.
-template <class Memory> RLK_DEVICE void publish_closed(Memory& memory, const Group& group) {
-  memory.store_release(&group.control[group.rank]->signal[kClosed].value, 1);
+template <class Memory> RLK_DEVICE void publish_closed(const Memory& memory, Control& mine) {
+  memory.store_release(&mine.signal[kClosed].value, 1);
 }
 
 }  // namespace rlk

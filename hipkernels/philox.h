@@ -1,13 +1,10 @@
 // Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 //
-// One source for the host and the GPU: plain inline functions without state. RLK_DEVICE is empty on the host; a GPU
-// build defines it as __host__ __device__ before including this file.
+// One source for the host and the GPU: plain inline functions without state.
 #pragma once
 #include <cstdint>
 
-#ifndef RLK_DEVICE
-#define RLK_DEVICE
-#endif
+#include "device.h"
 
 namespace rlk {
 

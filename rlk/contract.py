@@ -14,11 +14,20 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from rlk.build import triton_version
 from rlk.errors import CheckFailed
 
 ATTENTION_BLOCK = 64  # keys per online-softmax block, at absolute positions
 ATTENTION_CHUNK = 512  # keys per chunk; chunk states are merged ascending
 VOCAB_TILES = 64  # equal vocabulary tiles of the log-prob; tensor-parallel ranks own whole tiles
+
+# Per architecture: what one output element of a matrix product is the sum of, and in which order.
+GEMM_CHUNK = {"cpu": 0, "gfx942": 1024, "sm_90": 0}  # K per accumulator, their sums added ascending; 0: all of K
+GEMM_RULE = {
+    "cpu": "fma, one fp32 accumulator per output element, k ascending, one rounding",
+    "gfx942": "mfma 16x16x16 bf16 in fp32, kpack 2, k ascending in chunks, chunk sums ascending, one rounding",
+    "sm_90": "mma/wgmma bf16, one fp32 accumulator per output element, k ascending, one rounding",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,8 @@ class Contract:
     architecture: str  # "cpu", "gfx942" or "sm_90"
     dtype: str  # "float32" or "bfloat16": the dtype of weights and activations
     leaves: int  # equal parts of K in a row-parallel GEMM: max(train_tp, rollout_tp)
-    gemm: str = "fma, one fp32 accumulator per output element, k ascending, one rounding"
+    gemm: str
+    gemm_chunk: int
     row_parallel: str = "leaves in a balanced binary tree, fp32; residual added in fp32; one rounding"
     attention_block: int = ATTENTION_BLOCK
     attention_chunk: int = ATTENTION_CHUNK
@@ -47,10 +57,20 @@ class Contract:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def architecture_of(device: str) -> str:
+    """The architecture whose bits `device` gives: "cpu"; for "cuda" that of the GPUs torch is built for."""
+    if device == "cpu":
+        return "cpu"
+    return "gfx942" if torch.version.hip else "sm_90"
+
+
 def make_contract(architecture: str, dtype: torch.dtype, leaves: int, kernels: str, sources: str) -> Contract:
     """Build this rank's contract from the fingerprints of the kernel objects it loaded and of its source files."""
     software = {"torch": torch.__version__, "python": platform.python_version(), "kernels": kernels, "sources": sources}
-    return Contract(architecture, str(dtype).removeprefix("torch."), leaves, software=software)
+    if architecture != "cpu":
+        software["triton"] = triton_version()  # it compiles half of the kernels
+    return Contract(architecture, str(dtype).removeprefix("torch."), leaves, GEMM_RULE[architecture],
+                    GEMM_CHUNK[architecture], software=software)
 
 
 def agree(mine: Contract, all_contracts: list[dict]) -> None:

@@ -41,7 +41,7 @@ def diagnose(environ: Mapping[str, str] = os.environ) -> list[Finding]:
         ("transformers", lambda: importlib.metadata.version("transformers")),
         ("CPU kernels", check_kernels),
         ("shared memory", check_shared_memory),
-        ("GPUs", check_gpus),
+        *checks_of_gpus(),
         ("launch", lambda: check_rendezvous(environ)),
     ]
     findings = []
@@ -53,8 +53,18 @@ def diagnose(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     return findings
 
 
+def checks_of_gpus() -> list[tuple[str, Callable[[], str]]]:
+    """The GPU checks; none where torch does not load, which the check of torch says."""
+    try:
+        from rlk.doctor_gpus import gpu_checks
+
+        return gpu_checks()
+    except (ImportError, OSError):
+        return []
+
+
 def check_host() -> str:
-    from rlk.build import host_isa
+    from rlk.build.cpu import host_isa
     from rlk.plan import available_memory, gib
 
     return f"{platform.machine()} ({host_isa()}), {os.cpu_count()} cores, {gib(available_memory('cpu', 1))} free"
@@ -80,7 +90,7 @@ def check_kernels() -> str:
     from rlk.build import source_fingerprint
     from rlk.ops.cpu_library import kernel_fingerprint
 
-    if kernel_fingerprint() != source_fingerprint():
+    if kernel_fingerprint() != source_fingerprint("cpu"):
         raise UsageError("the built kernels are not of these sources: remove build/cpu and run `make cpu`")
     return f"built, sources {kernel_fingerprint()[:16]}"
 
@@ -91,15 +101,6 @@ def check_shared_memory() -> str:
         raise UsageError(f"/dev/shm has {free >> 20} MiB free, expected {SHARED_MEMORY_BYTES >> 20} MiB for the "
                          "collectives: in a container, start it with --shm-size=1g")
     return f"{free >> 20} MiB free in /dev/shm"
-
-
-def check_gpus() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "none that torch can use; the CPU profile runs"
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f"{len(names)} x {names[0]} ({'ROCm ' + torch.version.hip if torch.version.hip else torch.version.cuda})"
 
 
 def check_rendezvous(environ: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from rlk.audit.run_directory import RunDirectory
 from rlk.contract import Contract
 from rlk.report.metrics import StepMetrics
 
-CONTRACT = Contract("cpu", "float32", 2, software={"torch": "2.13.0", "kernels": "ab" * 32})
+CONTRACT = Contract("cpu", "float32", 2, "fma", 0, software={"torch": "2.13.0", "kernels": "ab" * 32})
 
 
 def make_row(uid: int, replica: str = "tp0", length: int = 3) -> AuditRow:

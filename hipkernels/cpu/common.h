@@ -1,17 +1,13 @@
-// Shared by every file of the CPU backend: the export macro, dtype codes, error codes, dtype dispatch.
+// Shared by every file of the CPU backend: dtype dispatch, and the headers that all need.
 #pragma once
 #include <omp.h>
 
 #include <cstddef>
 
-#include "cpu/vector_math.h"
-
-#define RLK_EXPORT extern "C" __attribute__((visibility("default")))
+#include "abi.h"
+#include "vector_math.h"
 
 namespace rlk {
-
-enum Dtype : int { kFloat32 = 0, kBfloat16 = 1 };  // DTYPE_CODE in rlk/ops/cpu_library.py
-enum Error : int { kOk = 0, kBadDtype = 1, kBadShape = 2, kTimeout = 3, kNoMemory = 4 };
 
 // Calls fn(T{}) with T = float or bf16.
 template <class Fn> int with_dtype(int dtype, Fn fn) {

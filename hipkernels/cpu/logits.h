@@ -1,13 +1,11 @@
 // Shared by the log-prob and the sampler: how a row of logits is read.
 #pragma once
 #include "cpu/common.h"
+#include "score.h"
 
 namespace rlk {
 
 constexpr long kPartials = 16;
-
-// x = logit / temperature. -0.0 becomes +0.0, as it does when ranks add up the logits that each of them picked.
-inline float scaled(float logit, float inv_t) { return (logit + 0.0f) * inv_t; }
 
 // Calls fn(block) for every 16 logits of a run; the last block is filled up with -inf, whose weight is exactly zero.
 template <class Fn> inline void for_blocks(const float* logits, long count, Fn fn) {

@@ -19,14 +19,6 @@ namespace {
 constexpr long kMaxTiles = 64;
 constexpr long kParallelWork = 1 << 14;  // elements below which a second thread costs more than it saves
 
-struct State {
-  float max, sum, weighted;
-};
-
-struct Score {
-  float logprob, entropy, lse;
-};
-
 inline float tree_sum(float* lane) {
   for (long half = kPartials / 2; half > 0; half /= 2)
     for (long l = 0; l < half; ++l) lane[l] += lane[l + half];
@@ -47,11 +39,6 @@ State state_of(const float* logits, long count, float inv_t) {
   return {max, tree_sum(sum), tree_sum(weighted)};
 }
 
-Score finish(State s, float target_logit, float inv_t) {
-  const float lse = s.max + log_f32(s.sum);
-  return {scaled(target_logit, inv_t) - lse, lse - s.weighted / s.sum, lse};
-}
-
 Score merge(const State* tiles, long count, float target_logit, float inv_t) {
   State all = {kNegInf, 0.0f, 0.0f};
   for (long i = 0; i < count; ++i) all.max = tiles[i].max > all.max ? tiles[i].max : all.max;
@@ -68,13 +55,6 @@ Score merge(const State* tiles, long count, float target_logit, float inv_t) {
 template <class T>
 void backward_row(const float* __restrict logits, long count, float inv_t, float scale, float lse, T* __restrict out) {
   for (long j = 0; j < count; ++j) out[j] = from_float<T>(-scale * exp_f32(scaled(logits[j], inv_t) - lse));
-}
-
-// scores is [3, rows]: logprob, entropy, lse.
-inline void store(float* scores, long rows, long r, Score s) {
-  scores[r] = s.logprob;
-  scores[rows + r] = s.entropy;
-  scores[2 * rows + r] = s.lse;
 }
 
 }  // namespace

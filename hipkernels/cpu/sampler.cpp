@@ -18,8 +18,6 @@
 namespace rlk {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
 // Without branches: the signs of a row's logits are as good as random.
 inline uint64_t pair_of(float x, uint64_t id) {
   const uint32_t u = bits_of(x), key = u ^ (uint32_t(int32_t(u) >> 31) | 0x80000000u);

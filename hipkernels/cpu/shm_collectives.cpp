@@ -19,26 +19,9 @@
 
 namespace rlk {
 
-// IEEE half precision: exact to FP32; back with rounding to nearest, ties to even.
-struct half { uint16_t bits; };
-inline float to_float(half x) {
-  const uint32_t magnitude = x.bits & 0x7fffu;
-  const uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f);
-  const uint32_t special = magnitude << 13 | 0x7f800000u;
-  return float_of((magnitude >= 0x7c00u ? special : finite) | uint32_t(x.bits & 0x8000u) << 16);
-}
-template <> inline half from_float<half>(float x) {
-  const uint32_t sign = bits_of(x) >> 16 & 0x8000u, magnitude = bits_of(x) & 0x7fffffffu;
-  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-  const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);  // the addition rounds to 2**-24
-  uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
-  result = magnitude >= 0x47800000u ? 0x7c00u : result;
-  result = magnitude > 0x7f800000u ? 0x7e00u : result;
-  return half{uint16_t(result | sign)};
-}
-
 namespace {
 
+constexpr int kMaxRanks = 64;
 constexpr size_t kStagingOffset = 4096;
 // A waiting rank spins for less than a microsecond, then offers its core at every poll (which costs a fraction of a
 // microsecond when nobody wants it, and is what keeps calls fast when ranks share cores), and sleeps after about 1 ms.
@@ -48,7 +31,8 @@ constexpr int kBlock = 512;  // elements summed at a time, so that partial sums 
 static_assert(sizeof(Control) <= kStagingOffset, "the control block overlaps the staging area");
 
 struct HostMemory {
-  uint64_t load_acquire(const uint64_t* word) const { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+  uint64_t poll(const uint64_t* word) const { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+  void acquire() const {}  // every poll has acquired
   void store_release(uint64_t* word, uint64_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
   uint64_t clock_ns() const {
     timespec now;
@@ -71,6 +55,15 @@ struct HostMemory {
   }
 };
 
+struct Group {
+  Control* control[kMaxRanks];
+  char* staging[kMaxRanks];
+  int rank, world;
+  uint64_t timeout_ns;
+
+  Peer peer(int rank) const { return {control[rank], rank, timeout_ns}; }
+};
+
 struct Communicator {
   Group group;
   HostMemory memory;
@@ -81,14 +74,15 @@ struct Communicator {
   // One generation: stage() writes this rank's staging area, read() takes from everybody's.
   template <class Stage, class Read> int exchange(const Call& call, Stage stage, Read read) {
     ++generation;
+    Control& mine = *group.control[group.rank];
     for (int peer = 0; peer < group.world; ++peer)
-      if (!wait_until_released(memory, group, peer, generation, &failure)) return kTimeout;
+      if (!wait_until_released(memory, group.peer(peer), generation, &failure)) return kTimeout;
     stage(group.staging[group.rank]);
-    publish_ready(memory, group, generation, call);
+    publish_ready(memory, mine, generation, call);
     for (int peer = 0; peer < group.world; ++peer)
-      if (!wait_until_staged(memory, group, peer, generation, call, &failure)) return kTimeout;
+      if (!wait_until_staged(memory, group.peer(peer), generation, call, &failure)) return kTimeout;
     read();
-    publish_done(memory, group, generation);
+    publish_done(memory, mine, generation);
     return kOk;
   }
 };
@@ -166,8 +160,8 @@ int all_gather(Communicator& comm, const Call& call, size_t bytes, const char* x
   });
 }
 
+// Only sums over ranks serve FP16. The codes are those of DTYPES in rlk/collectives/shm.py.
 template <class Fn> int with_sum_dtype(int dtype, Fn fn) {
-  constexpr int kFloat16 = 2;  // DTYPES in rlk/collectives/shm.py; kernels elsewhere do not serve it
   return dtype == kFloat16 ? fn(half{}) : with_dtype(dtype, fn);
 }
 
@@ -217,7 +211,7 @@ RLK_EXPORT int rlk_shm_failure(void* handle, rlk::Failure* failure) {
 // Tells the peers that this rank makes no more calls, and frees the communicator; the caller unmaps the segments.
 RLK_EXPORT int rlk_shm_close(void* handle) {
   auto* comm = static_cast<rlk::Communicator*>(handle);
-  rlk::publish_closed(comm->memory, comm->group);
+  rlk::publish_closed(comm->memory, *comm->group.control[comm->group.rank]);
   delete comm;
   return rlk::kOk;
 }

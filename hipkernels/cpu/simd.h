@@ -9,7 +9,7 @@
 #include <arm_neon.h>
 #endif
 
-#include "cpu/vector_math.h"
+#include "vector_math.h"
 
 namespace rlk {
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from rlk.build import ROOT
+from rlk.build import ROOT, triton_version
 from rlk.files import hash_file
 
-SOURCE_FOLDERS = ("rlk", "bin", "hipkernels", "launch")
+SOURCE_FOLDERS = ("rlk", "bin", "hipkernels", "triton", "launch")
 PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors")
 
 
@@ -73,6 +73,7 @@ def software_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "none"
     compiler = os.environ.get("CXX") or "g++"
+    versions["triton"] = triton_version()
     versions["compiler"] = _first_line([compiler, "--version"])
     versions["git_commit"] = _first_line(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
     return versions

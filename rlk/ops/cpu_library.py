@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from rlk.build import build_cpu
+from rlk.build.cpu import build_cpu
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1}  # enum Dtype in hipkernels/cpu/common.h
+DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1}  # enum Dtype in hipkernels/abi.h
 
 
 def _share_openmp_runtime() -> None:
@@ -46,7 +46,7 @@ def function(name: str, *argtypes) -> Callable:
             loaded = getattr(library(), name)
             loaded.argtypes, loaded.restype = argtypes, ctypes.c_int
         if code := loaded(*args):
-            raise RuntimeError(f"{name} failed with code {code}: see hipkernels/cpu/common.h")
+            raise RuntimeError(f"{name} failed with code {code}: see enum Error in hipkernels/abi.h")
 
     return call
 

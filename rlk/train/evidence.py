@@ -11,10 +11,10 @@ from rlk.audit.auditor import Auditor
 from rlk.audit.run_directory import RunDirectory
 from rlk.audit.seal import make_seal, seal_differences
 from rlk.audit.validate import read_metrics
-from rlk.build import build_cpu
 from rlk.config import RunConfig
 from rlk.contract import Contract
 from rlk.errors import CheckFailed
+from rlk.ops.kernel_objects import kernel_objects
 from rlk.report.metrics import StepMetrics
 from rlk.report.tables import verdict_table
 
@@ -35,7 +35,8 @@ class Evidence:
         self.bar = tqdm(total=config.steps, unit="step", dynamic_ncols=True, disable=None)
 
     def _make_seal(self) -> dict:
-        return make_seal(Path(self.config.model), Path(self.config.prompts), [build_cpu()])
+        return make_seal(Path(self.config.model), Path(self.config.prompts),
+                         kernel_objects(self.config.device))
 
     def step(self, metrics: StepMetrics, first_reward_error: str = "") -> None:
         self.directory.append_metrics(metrics.as_dict())

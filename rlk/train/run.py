@@ -19,14 +19,14 @@ from rlk.audit.seal import source_digest
 from rlk.audit.step_record import AuditRow, StepVerdict
 from rlk.collectives.objects import all_gather_object
 from rlk.config import RunConfig
-from rlk.contract import Contract, agree, make_contract
+from rlk.contract import Contract, agree, architecture_of, make_contract
 from rlk.data.prompts import PromptStream
 from rlk.data.rewards import RewardBatch, score_responses
 from rlk.data.tokenizer import Tokenizer
 from rlk.errors import CheckFailed
 from rlk.model.qwen3 import Qwen3
 from rlk.model.weights import load_model, reshard_into, save_model
-from rlk.ops.cpu_library import kernel_fingerprint
+from rlk.ops.kernel_objects import kernel_fingerprint
 from rlk.ops.registry import registry
 from rlk.preflight import preflight
 from rlk.report.metrics import StepMetrics
@@ -231,7 +231,8 @@ def open_run(config: RunConfig, sources: dict[str, str], stack: ExitStack) -> Ru
     stack.callback(groups.close)
 
     dtype = getattr(torch, config.dtype)
-    contract = make_contract(config.device, dtype, topology.leaves, kernel_fingerprint(), source_digest())
+    contract = make_contract(architecture_of(config.device), dtype, topology.leaves, kernel_fingerprint(config.device),
+                             source_digest())
     agree(contract, all_gather_object(groups.world, contract.as_dict()))
 
     def load(comm, shards: int = 1) -> Qwen3:

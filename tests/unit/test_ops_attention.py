@@ -130,7 +130,7 @@ def fma(a, b, c):
 
 
 def exp2(x):
-    """exp2_f32 of hipkernels/cpu/vector_math.h."""
+    """exp2_f32 of hipkernels/vector_math.h."""
     x = np.asarray(x, f32)
     clamped = np.clip(x, f32(-126), f32(127.5))
     whole = np.rint(clamped)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlk.build import ROOT, host_isa
+from rlk.build import ROOT
+from rlk.build.cpu import host_isa
 from rlk.ops import gemm
 from rlk.ops.registry import registry
 from tests.kernel_digest import digest, raw

@@ -1,0 +1,148 @@
+"""The GPU backends of the operators: Triton (triton/) and HIP C++ (hipkernels/gpu/), for NVIDIA and AMD alike.
+
+Each function here hands the operator's arguments to its kernel; the rule stands in the operator's file and the
+reduction order in the kernel's. What has no backend here yet is refused by the registry before a run starts.
+Triton is imported at the first call: a machine without a GPU needs none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from rlk.ops.cpu_library import DTYPE_CODE
+from rlk.ops.gpu_library import FLOAT, INT, LONG, POINTER, function, ptr, stream
+from rlk.ops.registry import registry
+
+BF16, FP32, INT64 = (torch.bfloat16,), (torch.float32,), (torch.int64,)
+
+
+def _kernels(name: str) -> ModuleType:
+    return importlib.import_module(f"rlk.kernels.{name}")
+
+
+def _backend(op: str, name: str, dtypes: tuple[torch.dtype, ...]):
+    return registry.register(op, name, contract=True, devices=("cuda",), dtypes=dtypes)
+
+
+# ---- matrix products: triton/gemm.py ----
+
+
+def _linear(x_MK, w_NK, leaves, out_dtype):
+    y_MN = _kernels("gemm").linear(x_MK.reshape(-1, x_MK.shape[-1]), w_NK, leaves, out_dtype)
+    return y_MN.reshape(*x_MK.shape[:-1], w_NK.shape[0])
+
+
+@_backend("linear", "triton", BF16)
+def linear(x_MK, w_NK):
+    return _linear(x_MK, w_NK, 1, torch.bfloat16)
+
+
+@_backend("linear_fp32", "triton", BF16)
+def linear_fp32(x_MK, w_NK):
+    return _linear(x_MK, w_NK, 1, torch.float32)
+
+
+@_backend("linear_leaves", "triton", BF16)
+def linear_leaves(x_MK, w_NK, leaves):
+    return _linear(x_MK, w_NK, leaves, torch.float32)
+
+
+# ---- rows: triton/norm.py, rope.py, swiglu.py ----
+
+
+@_backend("rms_norm", "triton", BF16)
+def rms_norm(x_TD, w_D, eps):
+    return _kernels("norm").rms_norm(x_TD, w_D, eps)
+
+
+@_backend("add_rms_norm", "triton", BF16)
+def add_rms_norm(partial_TD, residual_TD, w_D, eps):
+    return _kernels("norm").add_rms_norm(partial_TD, residual_TD, w_D, eps)
+
+
+@_backend("residual_add", "triton", BF16)
+def residual_add(partial_TD, residual_TD):
+    return _kernels("norm").residual_add(partial_TD, residual_TD)
+
+
+@_backend("qk_norm_rope", "triton", BF16)
+def qk_norm_rope(x_THE, w_E, cos_TE2, sin_TE2, eps):
+    return _kernels("rope").qk_norm_rope(x_THE, w_E, cos_TE2, sin_TE2, eps)
+
+
+@_backend("swiglu", "triton", BF16)
+def swiglu(gate_up_T2F):
+    return _kernels("swiglu").swiglu(gate_up_T2F)
+
+
+# ---- attention: triton/attention.py. The tiles are cut on the host, where the segments must be ----
+
+
+@_backend("attention_varlen", "triton", BF16)
+def attention_varlen(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=False):
+    o_THE, lse_TH = _kernels("attention").attention_varlen(q_THE, k_UGE, v_UGE, segments.cpu(),
+                                                           key_starts.to(q_THE.device))
+    return o_THE, lse_TH if need_lse else None
+
+
+@_backend("attention_paged", "triton", BF16)
+def attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table):
+    return _kernels("attention").attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments.cpu(), block_table)
+
+
+# ---- log-prob over the vocabulary: triton/logprob.py ----
+
+
+@_backend("tile_stats", "triton", FP32)
+def tile_stats(logits_TV, tiles, first_id, valid_vocab, inv_temperature):
+    return _kernels("logprob").tile_stats(logits_TV, tiles, first_id, valid_vocab, inv_temperature)
+
+
+@_backend("merge_tiles", "triton", FP32)
+def merge_tiles(stats, target_logits_T, inv_temperature):
+    return _kernels("logprob").merge_tiles(stats, target_logits_T, inv_temperature)
+
+
+@_backend("tile_stats_backward", "triton", BF16)
+def tile_stats_backward(logits_TV, targets_T, lse_T, grad_T, first_id, valid_vocab, inv_temperature, dlogits_TV):
+    _kernels("logprob").tile_stats_backward(logits_TV, targets_T, lse_T, grad_T, first_id, valid_vocab,
+                                            inv_temperature, dlogits_TV)
+
+
+# ---- log-prob over retained sets: hipkernels/gpu/retained_set.cpp ----
+
+_find_targets = function("rlk_gpu_find_targets", POINTER, POINTER, POINTER, LONG, POINTER, POINTER)
+_pick_logits = function("rlk_gpu_pick_logits", POINTER, LONG, LONG, POINTER, POINTER, LONG, POINTER, POINTER)
+_support_score = function("rlk_gpu_support_score", POINTER, POINTER, POINTER, LONG, FLOAT, POINTER, POINTER)
+_support_score_backward = function("rlk_gpu_support_score_backward", *[POINTER] * 6, LONG, LONG, LONG, FLOAT, INT,
+                                   POINTER, POINTER)
+
+
+@_backend("find_targets", "hip", INT64)
+def find_targets(offsets, ids_N, targets_T):
+    index_T = torch.empty_like(targets_T)
+    _find_targets(ptr(offsets), ptr(ids_N), ptr(targets_T), targets_T.numel(), ptr(index_T), stream())
+    return index_T
+
+
+@_backend("pick_logits", "hip", FP32)
+def pick_logits(logits_TV, offsets, ids_N, first_id, values_N):
+    _pick_logits(ptr(logits_TV), *logits_TV.shape, ptr(offsets), ptr(ids_N), first_id, ptr(values_N), stream())
+
+
+@_backend("support_score", "hip", FP32)
+def support_score(values_N, offsets, index_T, inv_temperature):
+    scores = values_N.new_empty(3, index_T.numel())
+    _support_score(ptr(values_N), ptr(offsets), ptr(index_T), index_T.numel(), inv_temperature, ptr(scores),
+                   stream())
+    return scores.unbind()
+
+
+@_backend("support_score_backward", "hip", BF16)
+def support_score_backward(values_N, offsets, ids_N, index_T, lse_T, grad_T, first_id, inv_temperature, dlogits_TV):
+    _support_score_backward(ptr(values_N), ptr(offsets), ptr(ids_N), ptr(index_T), ptr(lse_T), ptr(grad_T),
+                            *dlogits_TV.shape, first_id, inv_temperature, DTYPE_CODE[dlogits_TV.dtype],
+                            ptr(dlogits_TV), stream())

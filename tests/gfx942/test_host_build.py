@@ -1,0 +1,347 @@
+"""The HIP kernels on the host, one fiber per lane: right values, and one set of bits for all waves and orders."""
+
+import ctypes
+import itertools
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from rlk.build import FLAGS, SOURCES
+from rlk.build.cpu import host_compiler
+from rlk.ops import logprob, sampler
+from tests.gfx942 import hip_runs
+from tests.gfx942.hip_runs import (
+    BAD_DTYPE,
+    BAD_SHAPE,
+    BFLOAT16,
+    DEADLOCK,
+    FLOAT16,
+    FLOAT32,
+    MISALIGNED,
+    ORDERS,
+    STORED,
+    WAVES,
+    HostFibers,
+    HostGroup,
+    LaunchError,
+    collective_bytes,
+    draw_inputs,
+    expected_sum,
+)
+from tests.gfx942.numerics import same_bytes
+from tests.gfx942.retained_sets import INV_T, VOCAB, make_case
+
+BUILDS = [(wave, order, seed) for wave in WAVES for order in ORDERS for seed in (0, 7)]
+BACKWARD = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}
+WORLDS = (1, 2, 4, 8)
+
+
+@pytest.fixture(params=BUILDS, ids=lambda build: f"wave{build[0]}-{build[1]}{'-uneven' if build[2] else ''}")
+def fibers(request):
+    return HostFibers(*request.param)
+
+
+@pytest.fixture
+def case():
+    return make_case()
+
+
+def tensors(*arrays):
+    return [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in arrays]
+
+
+# ---- retained sets ----
+
+
+def test_score_of_a_retained_set_agrees_with_float64_and_has_one_set_of_bits(fibers, case):
+    scores = fibers.support_score(case.values, case.offsets, case.index, INV_T)
+    assert same_bytes(scores, HostFibers().support_score(case.values, case.offsets, case.index, INV_T))
+    np.testing.assert_allclose(scores, case.scores(), rtol=2e-6, atol=4e-6)
+    cpu = torch.stack(logprob.support_score_cpu(*tensors(case.values, case.offsets, case.index, INV_T)))
+    np.testing.assert_allclose(scores, cpu.numpy(), rtol=2e-6, atol=2e-5)  # entropy cancels: both round numbers of 20
+
+
+def test_score_does_not_depend_on_the_other_rows(case):
+    together = HostFibers().support_score(case.values, case.offsets, case.index, INV_T)
+    for r in range(case.rows):
+        alone = HostFibers().support_score(case.values, case.offsets[r:r + 2].copy(), case.index[r:r + 1].copy(), INV_T)
+        assert alone[:, 0].tobytes() == together[:, r].tobytes()
+
+
+def test_score_of_a_set_of_one_is_zero_and_of_a_missing_target_is_nan():
+    case = make_case((1, 4))
+    scores = HostFibers().support_score(case.values, case.offsets, np.array([case.index[0], -1]), INV_T)
+    assert scores[:2, 0].tolist() == [0, 0]
+    assert np.isnan(scores[0, 1]) and np.isfinite(scores[1:, 1]).all()
+
+
+def test_targets_are_found_as_on_the_cpu(fibers, case):
+    absent = np.setdiff1d(np.arange(VOCAB), case.ids[case.row(8)])[[0, 40, -1]]
+    for targets in (case.targets, np.array([*case.targets[:8], absent[0]]), np.array([*case.targets[:8], absent[-1]]),
+                    np.full(case.rows, -1), np.full(case.rows, VOCAB)):
+        cpu = logprob.find_targets_cpu(*tensors(case.offsets, case.ids, targets))
+        assert same_bytes(fibers.find_targets(case.offsets, case.ids, targets), cpu.numpy())
+    many = make_case((1,) * 300)  # more rows than one workgroup takes
+    assert same_bytes(fibers.find_targets(many.offsets, many.ids, many.targets), many.index)
+
+
+@pytest.mark.parametrize("first, columns", [(0, VOCAB), (1250, 1250), (4999, 1)])
+def test_logits_are_picked_as_on_the_cpu(fibers, case, first, columns):
+    logits = np.ascontiguousarray(case.logits[:, first:first + columns])
+    picked = fibers.pick_logits(logits, case.offsets, case.ids, first, np.full_like(case.values, 77))
+    cpu = torch.full((len(picked),), 77.0)
+    logprob.pick_logits_cpu(*tensors(logits, case.offsets, case.ids, first), cpu)
+    assert same_bytes(picked, cpu.numpy())
+
+
+@pytest.mark.parametrize("first, columns", [(0, VOCAB), (1250, 1251)])  # 1251: rows that start at no multiple of 16
+@pytest.mark.parametrize("dtype", BACKWARD)
+def test_gradient_has_the_bits_of_the_cpu(fibers, case, dtype, first, columns):
+    lse = case.scores()[2].astype(np.float32)
+    dlogits = np.full((case.rows, columns), 77, STORED[dtype])
+    fibers.support_score_backward(case.values, case.offsets, case.ids, case.index, lse, case.grad, first, INV_T, dtype,
+                                  dlogits)
+    cpu = torch.empty(case.rows, columns, dtype=BACKWARD[dtype])
+    logprob.support_score_backward_cpu(*tensors(case.values, case.offsets, case.ids, case.index, lse, case.grad, first,
+                                                INV_T), cpu)
+    assert dlogits.tobytes() == cpu.view(torch.uint8).numpy().tobytes()
+
+
+def test_no_rows_are_no_work_and_wrong_arguments_are_refused(case):
+    fibers, none = HostFibers(), np.zeros(0, np.int64)
+    assert fibers.find_targets(case.offsets[:1], case.ids, none).size == 0
+    assert fibers.support_score(case.values, case.offsets[:1], none, INV_T).shape == (3, 0)
+    nothing = [None] * 6
+    with pytest.raises(LaunchError) as caught:
+        fibers.call("support_score_backward", *nothing, 1, 8, 0, 1.0, FLOAT16, None, None)
+    assert caught.value.code == BAD_DTYPE
+    with pytest.raises(LaunchError) as caught:
+        fibers.call("pick_logits", None, -1, 8, None, None, 0, None, None)
+    assert caught.value.code == BAD_SHAPE
+
+
+# ---- drawing ----
+
+
+def draws(fibers, case, seed=5):
+    uids, positions = np.arange(case.rows) + (1 << 40), np.arange(case.rows) * 3 + 7
+    return fibers.draw(case.values, case.offsets, case.ids, INV_T, seed, uids, positions), uids, positions
+
+
+def test_token_is_where_the_cumulative_weight_passes_the_noise(fibers):
+    case = make_case((1, 2, 255, 256, 257, 700, 2049) * 4)
+    for seed in (5, 1 << 63):
+        tokens, uids, positions = draws(fibers, case, seed)
+        noise = sampler.philox_uniform(seed, *tensors(uids, positions)).numpy()
+        for r in range(case.rows):
+            cumulative = case.probabilities(r).cumsum()
+            place = np.searchsorted(cumulative, noise[r] * cumulative[-1], side="right")
+            assert tokens[r] == case.ids[case.row(r)][place]
+
+
+def test_token_does_not_depend_on_the_other_rows_or_on_ids_without_weight():
+    case = make_case((300, 40))
+    tokens, uids, positions = draws(HostFibers(), case)
+    for r in range(2):
+        alone = HostFibers().draw(case.values, case.offsets[r:r + 2].copy(), case.ids, INV_T, 5, uids[r:r + 1].copy(),
+                                  positions[r:r + 1].copy())
+        assert alone[0] == tokens[r]
+    heavy = np.array([-200, 3, -200, -np.inf], np.float32)  # e**-200 is nothing beside e**3 in FP32
+    for uid in range(20):
+        token = HostFibers().draw(heavy, np.array([0, 4]), np.arange(4, dtype=np.int32), 1.0, 1, np.array([uid]),
+                                  np.array([0]))
+        assert token[0] == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, None])
+def test_row_without_finite_logits_draws_nothing(fibers, bad):
+    case = make_case((300, 40, 12))
+    values = case.values.copy()
+    if bad is None:
+        values[case.row(1)] = -np.inf
+    else:
+        values[case.row(1).stop - 1] = bad
+    zeros = np.zeros(3, np.int64)
+    tokens = fibers.draw(values, case.offsets, case.ids, INV_T, 5, zeros, zeros)
+    assert (tokens < 0).tolist() == [False, True, False] and tokens[1] == -1
+
+
+# ---- all-reduce ----
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", STORED)
+def test_sum_over_ranks_is_the_tree(fibers, dtype, world):
+    """Many generations: changing data and sizes, in place or not, one to 64 workgroups, one slice or several each."""
+    group, rng = HostGroup(fibers, world), np.random.default_rng(world)
+    per_slice = group.slice_bytes // STORED[dtype].itemsize
+    sizes = [1, 7, per_slice, per_slice + 1, 0, 3 * per_slice - 1, 5]
+    if fibers.order == (0, 0):  # a whole round of all slices and a piece of the next
+        sizes.append(64 * per_slice + per_slice + 3)
+    for count, in_place in zip(sizes, itertools.cycle([False, True])):
+        inputs = draw_inputs(rng, dtype, world, count)
+        expected = expected_sum(dtype, inputs)
+        for out in group.run(dtype, inputs, in_place):
+            assert same_bytes(out, expected), (count, in_place)
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_ranks_that_run_ahead_never_read_half_written_staging(seed):
+    """Calls queue up on each rank's stream; ranks and lanes advance unevenly."""
+    world, calls, rng = 4, 30, np.random.default_rng(seed)
+    group = HostGroup(HostFibers(32, ORDERS[seed % 2], seed), world, slice_bytes=128)
+    queued = []
+    for _ in range(calls):
+        inputs = draw_inputs(rng, FLOAT32, world, int(rng.integers(1, 150)))
+        queued.append((inputs, [np.full_like(x, 77) for x in inputs]))
+    with group.fibers.together():
+        for rank in range(world):
+            for inputs, outs in queued:
+                group.all_reduce(rank, FLOAT32, inputs[rank], outs[rank])
+    for inputs, outs in queued:
+        for out in outs:
+            assert same_bytes(out, expected_sum(FLOAT32, inputs))
+
+
+def test_values_at_the_edges_of_fp16_round_as_numpy_does(fibers):
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    finite = every[np.isfinite(every)]
+    picked = finite[::61][:1000]
+    pairs = [picked, picked[::-1].copy()]
+    for out in HostGroup(fibers, 2).run(FLOAT16, pairs):
+        assert same_bytes(out, expected_sum(FLOAT16, pairs))
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_dead_rank_ends_the_others_with_the_failure_recorded(fibers, world):
+    group, dead = HostGroup(fibers, world, timeout_s=0.03), world - 2
+    group.run(FLOAT32, [np.ones(12, np.float32)] * world)
+    xs, outs = np.ones((world, 12), np.float32), np.full((world, 12), 77, np.float32)
+    with group.fibers.together():
+        for rank in range(world):
+            if rank != dead:
+                group.all_reduce(rank, FLOAT32, xs[rank], outs[rank])
+    assert (outs == 77).all()
+    kinds = set()
+    for rank in set(range(world)) - {dead}:
+        progress = group.progress(rank)[0]
+        failure = progress["failure"]
+        assert progress["generation"] == 1 and failure["generation"] == 2
+        assert failure["signal"] == hip_runs.READY
+        kinds.add(int(failure["kind"]))
+        if failure["kind"] == hip_runs.TIMED_OUT:
+            assert failure["peer"] == dead and failure["seen"] == 1
+        else:  # it was told by one that had timed out
+            assert failure["kind"] == hip_runs.PEER_CLOSED and failure["peer"] not in (rank, dead)
+    assert hip_runs.TIMED_OUT in kinds
+    with group.fibers.together():  # a broken workgroup takes no further part: no second time-out, nothing written
+        for rank in range(world):
+            if rank != dead:
+                group.all_reduce(rank, FLOAT32, xs[rank], outs[rank])
+    assert (outs == 77).all() and group.progress((dead + 1) % world)[0]["generation"] == 1
+
+
+def test_closed_rank_is_not_waited_for(fibers):
+    group = HostGroup(fibers, 2, timeout_s=3600)
+    group.run(BFLOAT16, draw_inputs(np.random.default_rng(0), BFLOAT16, 2, 5))
+    x = np.zeros(600, np.uint16)  # five slices
+    with group.fibers.together():
+        group.close(1)
+        group.all_reduce(0, BFLOAT16, x, x)
+    failures = group.progress(0)["failure"][:5]
+    assert (failures["kind"] == hip_runs.PEER_CLOSED).all() and (failures["peer"] == 1).all()
+    assert failures["seen"].tolist() == [1, 0, 0, 0, 0] and failures["generation"].tolist() == [2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("theirs", [(FLOAT32, 4), (BFLOAT16, 8)], ids=["size", "dtype"])
+def test_ranks_that_disagree_both_find_out(fibers, theirs):
+    group, calls = HostGroup(fibers, 2, timeout_s=3600), [(FLOAT32, 8), theirs]
+    xs = [np.ones(count, STORED[dtype]) for dtype, count in calls]
+    with group.fibers.together():
+        for rank, (dtype, _) in enumerate(calls):
+            group.all_reduce(rank, dtype, xs[rank], xs[rank])
+    for rank, mine in enumerate(calls):
+        failure = group.progress(rank)[0]["failure"]
+        assert failure["kind"] == hip_runs.MISMATCH and failure["peer"] == 1 - rank
+        for side, (dtype, count) in (("mine", mine), ("theirs", calls[1 - rank])):
+            assert failure[side].tolist() == (hip_runs.ALL_REDUCE, dtype, count)
+
+
+def test_wrong_collective_arguments_are_refused():
+    group, x = HostGroup(HostFibers(), 2), np.zeros(64, np.float32)
+    for wrong, code in (((0, 9, x, x), BAD_DTYPE), ((0, FLOAT32, x[1:], x), MISALIGNED),
+                        ((0, FLOAT32, x, x[1:]), MISALIGNED)):
+        with pytest.raises(LaunchError) as caught:
+            group.all_reduce(*wrong)
+        assert caught.value.code == code
+    for field, value in (("world", 3), ("rank", 2), ("slice_bytes", 100)):
+        group = HostGroup(HostFibers(), 2)
+        setattr(group.ranks[0], field, value)
+        with pytest.raises(LaunchError) as caught:
+            group.all_reduce(0, FLOAT32, x, x)
+        assert caught.value.code == BAD_SHAPE
+    with pytest.raises(LaunchError):
+        collective_bytes(100)
+
+
+# ---- the fibers themselves ----
+
+KERNELS = """
+#include "gpu/gpu.h"
+using namespace rlk;
+__global__ void last_writer(int* out) { *out = lane_index(); }
+__global__ void shuffled(int* out, int lanes) { out[lane_index()] = shuffle_down(100 + lane_index(), lanes); }
+__global__ void unwritten(uint32_t* out) {
+  RLK_SHARED(uint32_t, word);
+  if (lane_index() == 0) out[group_index()] = word;
+  __syncthreads();
+  word = 1;
+}
+__global__ void missing_barrier(int lanes) { if (lane_index() >= lanes) __syncthreads(); }
+RLK_EXPORT int run_last_writer(int* out) { return RLK_LAUNCH(last_writer, 2, 100, nullptr, out); }
+RLK_EXPORT int run_shuffled(int* out, int lanes) { return RLK_LAUNCH(shuffled, 1, 96, nullptr, out, lanes); }
+RLK_EXPORT int run_unwritten(uint32_t* out) { return RLK_LAUNCH(unwritten, 3, 64, nullptr, out); }
+RLK_EXPORT int run_missing_barrier(int lanes) { return RLK_LAUNCH(missing_barrier, 2, 100, nullptr, lanes); }
+"""
+
+
+@pytest.fixture(scope="module", params=WAVES)
+def small_kernels(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"wave{request.param}")
+    (folder / "kernels.cpp").write_text(KERNELS)
+    subprocess.run([host_compiler(), *FLAGS["host"], f"-DRLK_WAVE={request.param}", "-I", SOURCES, "-shared",
+                    folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
+    return request.param, ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def test_the_order_of_lanes_shows_in_a_race(small_kernels):
+    _, library = small_kernels
+    out = ctypes.c_int()
+    for reverse, last in ((0, 99), (1, 0)):
+        library.rlk_fibers_order(reverse, ctypes.c_uint64(0))
+        assert library.run_last_writer(ctypes.byref(out)) == 0 and out.value == last
+
+
+@pytest.mark.parametrize("lanes", [0, 1, 16, 31])
+def test_a_shuffle_stays_within_the_wave(small_kernels, lanes):
+    wave, library = small_kernels
+    out = (ctypes.c_int * 96)()
+    assert library.run_shuffled(out, lanes) == 0
+    width = [min(wave, 96 - lane // wave * wave) for lane in range(96)]
+    assert list(out) == [100 + lane + (lanes if lane % wave + lanes < width[lane] else 0) for lane in range(96)]
+
+
+def test_lds_is_each_workgroups_own_and_starts_as_a_pattern(small_kernels):
+    out = (ctypes.c_uint32 * 3)()
+    assert small_kernels[1].run_unwritten(out) == 0
+    assert list(out) == [0xA5A5A5A5] * 3
+
+
+def test_a_barrier_that_some_lanes_never_reach_is_reported(small_kernels, capfd):
+    library = small_kernels[1]
+    assert library.run_missing_barrier(0) == 0
+    assert library.run_missing_barrier(30) == DEADLOCK
+    assert "of its 100 lanes 70 wait at a barrier, 0 in a shuffle, 30 ended" in capfd.readouterr().err
+    assert library.run_missing_barrier(0) == 0  # it can be used again

@@ -1,0 +1,225 @@
+"""The Triton attention on this GPU: right values, and one set of bits for a row in every schedule, layout and batch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlk.kernels import attention
+from rlk.kernels.attention_plan import decode_plan
+from rlk.kernels.variants import architecture
+from rlk.ops.attention import attention_varlen_reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
+
+ROUNDING = 2.0**-8  # largest relative error of one rounding to BF16
+SHAPES = [(4, 2, 64), (8, 2, 128), (5, 1, 128), (2, 2, 64), (16, 1, 128), (32, 1, 64)]  # H, G, E
+LENGTHS = [1, 37, 700, 64, 1300]
+
+
+def same(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8),
+                                                                     b.contiguous().view(torch.uint8))
+
+
+def poison():
+    """Leave NaN in the memory that the next calls will get."""
+    torch.full((1 << 24,), float("nan"), device="cuda")
+
+
+def table(rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+class Sequences:
+    """Random q, k, v of sequences packed one behind the other, and the ways to run attention over them."""
+
+    def __init__(self, lengths, shape, seed=0):
+        H, G, E = shape
+        self.lengths, self.group = lengths, H // G
+        self.starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        generator = torch.Generator("cuda").manual_seed(seed)
+        qkv = torch.randn(sum(lengths), H + 2 * G, E, generator=generator, device="cuda").to(torch.bfloat16)
+        self.q, self.k, self.v = qkv.split((H, G, G), dim=1)  # rows are strided, as the model's projection leaves them
+
+    def whole_segments(self):
+        return table([(start, n, 0, i) for i, (start, n) in enumerate(zip(self.starts, self.lengths, strict=True))])
+
+    def varlen(self):
+        """(o, lse)"""
+        poison()
+        return attention.attention_varlen(self.q, self.k, self.v, self.whole_segments(), table(self.starts).cuda())
+
+    def pages(self, page_size, seed=0):
+        """(k cache, v cache, block table): pages shuffled, NaN in slots without a key, entries -1 beyond the last."""
+        counts = [-(-n // page_size) for n in self.lengths]
+        order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+        caches = torch.full((2, len(order), page_size, *self.k.shape[1:]), float("nan"), dtype=torch.bfloat16,
+                            device="cuda")
+        block_table = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
+        slots = []
+        for source, n in enumerate(self.lengths):
+            block_table[source, : counts[source]] = table([order.pop() for _ in range(counts[source])])
+            position = torch.arange(n)
+            slots.append(block_table[source, position // page_size].long() * page_size + position % page_size)
+        slots = torch.cat(slots).cuda()
+        for cache, x in zip(caches, (self.k, self.v), strict=True):
+            cache.flatten(0, 1)[slots] = x
+        return (*caches, block_table.cuda())
+
+    def paged(self, page_size, cuts):
+        """Each sequence in the parts that end at `cuts` (fractions of its length), one call per round of parts."""
+        *caches, block_table = self.pages(page_size)
+        out = torch.empty_like(self.q.contiguous())
+        ends = [[int(n * cut) for cut in (*cuts, 1)] for n in self.lengths]
+        for turn in range(len(cuts) + 1):
+            rows, segments = [], []
+            for source, start in enumerate(self.starts):
+                first = ends[source][turn - 1] if turn else 0
+                segments.append((len(rows), ends[source][turn] - first, first, source))
+                rows += range(start + first, start + ends[source][turn])
+            poison()
+            if rows:
+                out[rows] = attention.attention_paged(self.q[rows], *caches, table(segments), block_table)
+        return out
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_agree_with_float64(shape):
+    sequences = Sequences(LENGTHS, shape)
+    segments, starts = sequences.whole_segments().cuda(), table(sequences.starts).cuda()
+    q, k, v = (x.double() for x in (sequences.q, sequences.k, sequences.v))
+    exact = attention_varlen_reference(q, k, v, segments, starts)[0]
+    magnitude = attention_varlen_reference(q, k, v.abs(), segments, starts)[0]
+    o, lse = sequences.varlen()
+    assert ((o.double() - exact).abs() <= ROUNDING * (exact.abs() + magnitude)).all()
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64, 256, 600])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_of_any_size_and_chunked_prefill_give_the_bits_of_the_pack(shape, page_size):
+    sequences = Sequences(LENGTHS, shape)
+    whole, _ = sequences.varlen()
+    for cuts in ((), (0.5,), (0.03, 0.31, 0.99)):
+        assert same(sequences.paged(page_size, cuts), whole)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sequence_has_the_same_bits_alone_as_in_a_pack(shape):
+    together = Sequences([5, 1300, 64], shape)
+    alone = Sequences([1300], shape)
+    alone.q, alone.k, alone.v = (x[5:1305] for x in (together.q, together.k, together.v))
+    for a, b in zip(alone.varlen(), together.varlen(), strict=True):
+        assert same(a, b[5:1305])
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] // shape[1] <= 16], ids=str)
+def test_a_captured_decode_step_gives_the_bits_of_the_pack_at_every_position(shape):
+    sequences = Sequences([1400, 1, 700, 530], shape)
+    whole, _ = sequences.varlen()
+    *caches, block_table = sequences.pages(16)
+    lanes = len(sequences.lengths)
+    q = torch.zeros((lanes, *whole.shape[1:]), dtype=whole.dtype, device="cuda")
+    segments = table([(0, 1, 0, 0)] * lanes).cuda()
+
+    def step():
+        return attention.attention_paged(q, *caches, decode_plan(segments, max(sequences.lengths)), block_table)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for position in (0, 1, 63, 64, 511, 512, 513, 699, 1023, 1024, 1399):
+        lengths = sequences.lengths
+        live = [(lane, 1, position, lane) if position < n else (0, 0, 0, 0) for lane, n in enumerate(lengths)]
+        rows = [start + min(position, n - 1) for start, n in zip(sequences.starts, lengths, strict=True)]
+        segments.copy_(table(live))
+        q.copy_(sequences.q[rows])
+        out.fill_(float("nan"))
+        graph.replay()
+        eager = step()
+        for lane, (_, count, _, _) in enumerate(live):
+            expected = whole[rows[lane]] if count else torch.zeros_like(out[lane])
+            assert same(out[lane], expected) and same(eager[lane], expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_packs_give_the_bits_of_their_parts(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [int(n) for n in torch.randint(1, [40, 600, 2000, 5000][seed], (1 + 3 * seed % 5,), generator=generator)]
+    sequences = Sequences(lengths, SHAPES[seed], seed)
+    whole, _ = sequences.varlen()
+    cuts = sorted(torch.rand(3, generator=generator).tolist())
+    assert same(sequences.paged(16, cuts), whole)
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """Changes constants or options of the configuration of one kernel."""
+    def change(kernel, **values):
+        configs = attention.CONFIGS[architecture()]
+        for name, config in configs.items():
+            if config.kernel == kernel:
+                constants = config.constants | {key: value for key, value in values.items() if key in config.constants}
+                options = config.options | {key: value for key, value in values.items() if key not in constants}
+                monkeypatch.setitem(configs, name, dataclasses.replace(config, constants=constants, options=options))
+    return change
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 2, 64)], ids=str)
+@pytest.mark.parametrize("kernel, values", [
+    ("attention_prefill", dict(BLOCK_M=16, num_warps=1)), ("attention_prefill", dict(BLOCK_M=32, num_warps=2)),
+    ("attention_prefill", dict(BLOCK_M=64, num_warps=4)), ("attention_prefill", dict(BLOCK_M=64, num_warps=8)),
+    ("attention_prefill", dict(WHOLE=False)), ("attention_prefill", dict(WHOLE=True)),
+    ("attention_prefill", dict(num_stages=2)), ("attention_split", dict(num_warps=1)),
+    ("attention_split", dict(num_warps=2)), ("attention_split", dict(num_warps=8)),
+    ("attention_split", dict(BLOCK_M=64)), ("attention_merge", dict(num_warps=4, UNROLL=1)),
+], ids=str)
+def test_tile_height_warps_stages_and_loops_do_not_change_a_bit(kernel, values, shape, changed):
+    sequences = Sequences(LENGTHS, shape)
+    whole = sequences.varlen()
+    short = sequences.paged(16, (0.99,))
+    changed(kernel, **values)
+    for a, b in zip(sequences.varlen(), whole, strict=True):
+        assert same(a, b)
+    assert same(sequences.paged(16, (0.99,)), short)
+
+
+def test_another_chunk_width_is_caught(monkeypatch):
+    sequences = Sequences([1300], (8, 2, 128))
+    o, lse = sequences.varlen()
+    monkeypatch.setattr(attention, "ATTENTION_CHUNK", 256)
+    other, other_lse = sequences.varlen()
+    assert torch.allclose(o.float(), other.float(), atol=0.02)
+    assert same(lse[:256], other_lse[:256]) and not same(lse, other_lse)
+
+
+def test_every_launch_is_one_of_the_variants_that_are_built(monkeypatch):
+    """What the ahead-of-time build and its gates see is what runs."""
+    known = [(variant.function, variant.constants, variant.options) for variant in attention.variants(architecture())]
+    launched = []
+
+    class Recorder:
+        def __init__(self, function):
+            self.function = function
+
+        def __getitem__(self, grid):
+            def launch(*args, **named):
+                names = self.function.arg_names
+                launched.append((self.function, {name: value for name, value in named.items() if name in names},
+                                 {name: value for name, value in named.items() if name not in names}))
+                return self.function[grid](*args, **named)
+            return launch
+
+    for name, function in attention.FUNCTIONS.items():
+        monkeypatch.setattr(attention, name, Recorder(function))
+    for shape in ((8, 2, 128), (4, 2, 64)):
+        sequences = Sequences([3, 700], shape)
+        sequences.varlen()
+        sequences.paged(16, (0.99,))
+        *caches, block_table = sequences.pages(16)
+        attention.attention_paged(sequences.q[:1].contiguous(), *caches, table([(0, 1, 0, 0)]).cuda(), block_table)
+    assert all(launch in known for launch in launched)
+    assert all(any(launch == variant for launch in launched) for variant in known)

@@ -1,0 +1,272 @@
+"""Matrix products y[M, N] = x[M, K] w[N, K]^T: BF16 operands, FP32 sums, BF16 or FP32 results. Forward only.
+
+Layout: x, w and y are row-major. One program makes a BLOCK_M x BLOCK_N tile; M tiles of one group of N tiles are
+neighbours in the launch order, so that a weight tile is read from memory once. Rows and columns beyond M and N read
+the last row or column again and are not written, so that loads need no mask; where K has a tail, it reads as zero.
+
+Reduction order, the same in every configuration:
+  gfx942  K is cut in chunks of 1024. A chunk is one FP32 accumulator from +0, K ascending by MFMA 16x16x16 (in blocks
+          of 32 whose elements the operand packing of kpack 2 interleaves). Chunk sums are added ascending.
+  sm_90   one FP32 accumulator from +0 over all of K, ascending.
+  leaves  K is cut in equal leaves, each as above; leaves are added in the tree ((0+1)+(2+3))+((4+5)+(6+7)).
+One rounding at the end. Schedules: a program sums all of K (monolithic), or one chunk of one leaf (split), whose sum
+goes to a workspace [leaves x chunks, M, N] that gemm_reduce.py adds up in that same order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from rlk.contract import GEMM_CHUNK
+from rlk.kernels import gemm_reduce
+from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.variants import Variant, architecture
+
+LEAVES = gemm_reduce.LEAVES
+GROUP_N = tl.constexpr(8)  # N tiles that share a pass over the M tiles
+UNBOUNDED = 1 << 31
+
+
+@triton.jit
+def _product(x, w, x_offsets, w_offsets, first, last, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
+    """Sum over k in [first, last), from +0."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(first, last, BLOCK_K, loop_unroll_factor=UNROLL):
+        if EVEN_K:
+            x_tile = tl.load(x + k + x_offsets)
+            w_tile = tl.load(w + k + w_offsets)
+        else:
+            inside = tl.arange(0, BLOCK_K) < last - k
+            x_tile = tl.load(x + k + x_offsets, mask=inside[None, :], other=0.0)
+            w_tile = tl.load(w + k + w_offsets, mask=inside[:, None], other=0.0)
+        acc = tl.dot(x_tile, w_tile, acc)
+    return acc
+
+
+@triton.jit
+def _leaf(x, w, x_offsets, w_offsets, first, leaf_k, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
+    """Sum over k in [first, first + leaf_k), by chunks."""
+    last = first + leaf_k
+    if CHUNK == 0:
+        total = _product(x, w, x_offsets, w_offsets, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
+    else:
+        total = tl.full((BLOCK_M, BLOCK_N), -0.0, tl.float32)  # -0 + a is a, for every a: the first chunk as it is
+        for chunk in range(first, last, CHUNK):
+            total += _product(x, w, x_offsets, w_offsets, chunk, min(chunk + CHUNK, last), EVEN_K, BLOCK_M, BLOCK_N,
+                              BLOCK_K, UNROLL)
+    return total
+
+
+@triton.jit(do_not_specialize=["M"])
+def gemm(x, w, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+         EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+         UNROLL: tl.constexpr):
+    """Grid (tiles, 1), TREE leaves in each program; or, split, (tiles, leaves x chunks) with y the FP32 workspace."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first_n = tl.program_id(0) // (GROUP_N * tiles_m) * GROUP_N
+    in_group = tl.program_id(0) % (GROUP_N * tiles_m)
+    columns_in_group = min(tiles_n - first_n, GROUP_N)
+    rows = in_group // columns_in_group * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (first_n + in_group % columns_in_group) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    x_offsets = tl.minimum(rows, M - 1)[:, None] * K + depth[None, :]
+    w_offsets = tl.minimum(columns, N - 1)[None, :] * K + depth[:, None]
+    if SPLIT:
+        part = tl.program_id(1)
+        if CHUNK == 0:
+            first = part * leaf_k
+            last = first + leaf_k
+        else:
+            chunks = tl.cdiv(leaf_k, CHUNK)
+            leaf_first = part // chunks * leaf_k
+            first = leaf_first + part % chunks * CHUNK
+            last = min(first + CHUNK, leaf_first + leaf_k)
+        total = _product(x, w, x_offsets, w_offsets, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
+        y += part * M * N
+    else:
+        for leaf in tl.static_range(TREE):  # a binary counter: odd leaves close a pair, which may close a quad, ...
+            total = _leaf(x, w, x_offsets, w_offsets, leaf * leaf_k, leaf_k, CHUNK, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+                          UNROLL)
+            if leaf % 2 == 0:
+                single = total
+            else:
+                total = single + total
+                if leaf % 4 == 1:
+                    pair = total
+                else:
+                    total = pair + total
+                    if leaf % 8 == 3:
+                        quad = total
+                    else:
+                        total = quad + total
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(y + rows[:, None] * N + columns[None, :], total.to(y.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One tile shape and the products that it serves: the first entry of the table that fits is taken."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    max_m: int = UNBOUNDED
+    min_n: int = 0
+    max_n: int = UNBOUNDED
+    min_k: int = 0  # of a leaf
+    max_k: int = UNBOUNDED
+    leaves: tuple[int, ...] = (1,)
+    split: bool = False
+    tail: bool = False  # a leaf need not be a multiple of block_k
+    unroll: int = 1  # K blocks per turn of the loop
+    hint: str | None = None  # gfx942: the compiler's schedule_hint
+
+    def fits(self, M: int, N: int, leaf_k: int, leaves: int) -> bool:
+        return (M <= self.max_m and self.min_n <= N <= self.max_n and self.min_k <= leaf_k <= self.max_k
+                and leaves in self.leaves and (self.tail or leaf_k % self.block_k == 0))
+
+    def options(self, arch: str) -> dict:
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+        if arch == "gfx942":
+            options["kpack"] = 2
+            if self.block_m > 16:  # a tile of 16 rows gets the 16x16x16 instruction anyhow
+                options["matrix_instr_nonkdim"] = 16
+            if self.hint:
+                options["schedule_hint"] = self.hint
+        return options
+
+
+DECODE = 64  # most rows of a decode step
+CONFIGS: dict[str, dict[str, Config]] = {
+    "gfx942": {
+        # Decode reads the weight once: small tiles spread it over the compute units, splitting K spreads it further.
+        "decode_16x128_w4": Config(16, 128, 64, 4, 2, max_m=DECODE, min_n=16384),
+        "short_16x32_w2": Config(16, 32, 64, 2, 2, max_m=DECODE, max_k=1024),
+        "qkv_32x64_w4_u4": Config(32, 64, 64, 4, 2, max_m=DECODE, max_n=2048, min_k=2048, split=True, unroll=4,
+                                  hint="memory-bound-attention"),
+        "down_16x32_w2_u4": Config(16, 32, 64, 2, 2, max_m=DECODE, max_n=5120, min_k=1025, leaves=LEAVES, split=True,
+                                   unroll=4, hint="memory-bound-attention"),
+        "decode_16x32_w2": Config(16, 32, 64, 2, 2, max_m=DECODE, leaves=LEAVES, split=True),
+        "decode_tail_16x32_w2": Config(16, 32, 64, 2, 2, max_m=DECODE, leaves=LEAVES, split=True, tail=True),
+        "prefill_64x64_w4": Config(64, 64, 64, 4, 2, max_m=512),
+        "prefill_128x128_w8": Config(128, 128, 64, 8, 2),
+        "prefill_64x128_w4": Config(64, 128, 64, 4, 2, leaves=(2, 4)),
+        "prefill_tail_64x64_w4": Config(64, 64, 64, 4, 2, leaves=LEAVES, tail=True),
+    },
+    "sm_90": {
+        "decode_16x64_w4": Config(16, 64, 128, 4, 4, max_m=16, min_n=8192),
+        "decode_16x32_w4": Config(16, 32, 128, 4, 5, max_m=16, max_n=4096),
+        "decode_16x32_w2": Config(16, 32, 128, 2, 6, max_m=16),
+        "decode_64x64_w4": Config(64, 64, 128, 4, 4, max_m=DECODE, min_n=8192),
+        "decode_64x32_w4": Config(64, 32, 128, 4, 4, max_m=DECODE),
+        "decode_leaves_16x32_w4": Config(16, 32, 128, 4, 5, max_m=DECODE, leaves=LEAVES[1:], split=True),
+        "decode_tail_16x32_w4": Config(16, 32, 64, 4, 3, max_m=DECODE, leaves=LEAVES, split=True, tail=True),
+        "prefill_64x64_w4": Config(64, 64, 64, 4, 4, max_m=512),
+        "prefill_128x128_w8": Config(128, 128, 64, 8, 4),
+        "prefill_leaves2_128x128_w8": Config(128, 128, 64, 8, 3, leaves=(2,)),
+        "prefill_leaves_64x64_w4": Config(64, 64, 64, 4, 3, leaves=(4,)),  # a tree of 128 x 128 tiles would spill
+        "prefill_tail_64x64_w8": Config(64, 64, 64, 8, 3, leaves=LEAVES, tail=True),
+    },
+}
+
+
+def choose(arch: str, M: int, N: int, K: int, leaves: int = 1) -> str:
+    """Name of the configuration for a product of that shape, K being all of the leaves."""
+    return next(name for name, config in CONFIGS[arch].items() if config.fits(M, N, K // leaves, leaves))
+
+
+def parts(arch: str, K: int, leaves: int = 1) -> tuple[int, int]:
+    """(leaves, chunks in each): the partial sums of one output element."""
+    chunk = GEMM_CHUNK[arch]
+    return leaves, math.ceil(K // leaves / chunk) if chunk else 1
+
+
+def grid(config: Config, arch: str, M: int, N: int, K: int, leaves: int = 1) -> tuple[int, int]:
+    tiles = math.ceil(M / config.block_m) * math.ceil(N / config.block_n)
+    return tiles, math.prod(parts(arch, K, leaves)) if config.split else 1
+
+
+def constants(config: Config, arch: str, tree: int) -> dict:
+    """The constexpr arguments; `tree`: the leaves that one program adds up."""
+    return dict(TREE=tree, SPLIT=config.split, CHUNK=GEMM_CHUNK[arch], EVEN_K=not config.tail, BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n, BLOCK_K=config.block_k, UNROLL=config.unroll)
+
+
+def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, leaves: int = 1, out_dtype: torch.dtype = torch.bfloat16,
+           residual_MN: torch.Tensor | None = None, swiglu: bool = False, config: str | None = None) -> torch.Tensor:
+    """x w^T on the GPU, [M, N].
+
+    x BF16 [M, K], w BF16 [N, K]; N and each leaf of K multiples of 16. `leaves` 1, 2, 4 or 8. out_dtype BF16 or FP32.
+    residual BF16 [M, N]: the FP32 sum is added to it before the one rounding. swiglu: w holds gate then up rows; the
+    result is silu(gate) * up [M, N/2], with the bits of the SwiGLU kernel behind the plain product. `config` names an
+    entry of CONFIGS instead of the one that fits. Raises ValueError for anything else.
+    """
+    arch = architecture()
+    M, N, K, x_MK = _checked(x_MK, w_NK, leaves, out_dtype, residual_MN, swiglu)
+    name = config or choose(arch, max(M, 1), N, K, leaves)
+    config = CONFIGS[arch][name]
+    if not config.tail and K // leaves % config.block_k:
+        raise ValueError(f"linear got leaves of {K // leaves} for {name}, expected a multiple of {config.block_k}; "
+                         "leave the configuration to the dispatch")
+    partial_counts = parts(arch, K, leaves) if config.split else (1, 1)
+    count = math.prod(partial_counts)
+    plain = not swiglu and residual_MN is None
+    direct = not config.split and plain and (leaves == 1 or out_dtype == torch.float32)  # without a workspace
+    y = x_MK.new_empty((M, N) if direct else (count, M, N), dtype=out_dtype if direct else torch.float32)
+    if M == 0:
+        return y.new_empty((0, N // 2 if swiglu else N), dtype=out_dtype)
+    check_tensor("linear", "room for the result" if direct else "a workspace", y, y.dtype)
+    gemm[grid(config, arch, M, N, K, leaves)](
+        x_MK, w_NK, y, M, N, K, K // leaves, **constants(config, arch, 1 if config.split else leaves),
+        **config.options(arch))
+    if direct:
+        return y
+    if count == 1 and plain and out_dtype == torch.float32:
+        return y[0]
+    return gemm_reduce.reduce(y, partial_counts, out_dtype, residual_MN, swiglu)
+
+
+def _checked(x_MK, w_NK, leaves, out_dtype, residual_MN, swiglu):
+    if x_MK.dim() != 2 or w_NK.dim() != 2 or x_MK.shape[1] != w_NK.shape[1]:
+        raise ValueError(f"linear got x {tuple(x_MK.shape)} and w {tuple(w_NK.shape)}, expected [M, K] and [N, K]")
+    (M, K), N = x_MK.shape, w_NK.shape[0]
+    if leaves not in LEAVES or K % leaves:
+        raise ValueError(f"linear got {leaves} leaves for K = {K}, expected one of {LEAVES} that divides K")
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"linear got out_dtype {out_dtype}, expected torch.bfloat16 or torch.float32")
+    residual = residual_MN is not None
+    if (swiglu or residual) and (out_dtype != torch.bfloat16 or (swiglu and (residual or leaves != 1))):
+        raise ValueError(f"linear got swiglu {swiglu}, a residual {residual}, {leaves} leaves and {out_dtype}, "
+                         "expected at most one of the two, SwiGLU with one leaf, and torch.bfloat16")
+    check_multiple("linear", N=N // 2 if swiglu else N, leaf_of_K=K // leaves)
+    x_MK = x_MK.contiguous()
+    check_tensor("linear", "x", x_MK, torch.bfloat16)
+    check_tensor("linear", "w", w_NK, torch.bfloat16)
+    if not w_NK.is_contiguous():
+        raise ValueError(f"linear got w with strides {w_NK.stride()}, expected contiguous rows of K = {K}")
+    return M, N, K, x_MK
+
+
+def variants(arch: str) -> list[Variant]:
+    """Every kernel that `linear` can launch on `arch`."""
+    found = []
+    for name, config in CONFIGS[arch].items():
+        for tree in (1,) if config.split else config.leaves:
+            for out in ("fp32",) if config.split or tree > 1 else ("bf16", "fp32"):
+                label = name + (f"_leaves{tree}" if tree > 1 else "") + ("" if config.split else f"_{out}")
+                found.append(Variant(
+                    kernel="gemm", name=label, function=gemm,
+                    signature={"x": "*bf16", "w": "*bf16", "y": f"*{out}", "M": "i32", "N": "i32", "K": "i32",
+                               "leaf_k": "i32"},
+                    constants=constants(config, arch, tree), options=config.options(arch),
+                    divisible=("x", "w", "y", "N", "K", "leaf_k"), small=("x", "w", "y")))
+    return found + gemm_reduce.variants(arch)
