@@ -3,7 +3,7 @@
 The result carries the fingerprint of the GPU kernels' sources: it is stale when `python -m rlk.build fingerprint gpu`
 prints another. CI has no GPU, so this file is how anyone sees what last passed on one.
 
-    python bench/gpu_tests.py [pytest arguments]
+    python bench/gpu_tests.py
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 from record import ROOT, write_result
 
+from rlk.doctor_gpus import check_architecture
 from rlk.kernels.variants import architecture
 
 
@@ -32,9 +33,10 @@ class Count:
 def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("error: torch finds no GPU here; run this on a machine with one")
+    print(check_architecture())
     os.chdir(ROOT)
     count = Count()
-    status = pytest.main(["-q", "tests/gpu", *sys.argv[1:]], plugins=[count])
+    status = pytest.main(["-q", "-p", "no:cacheprovider", "tests/gpu"], plugins=[count])
     gpus = torch.cuda.device_count()
     write_result(f"gpu-tests-{architecture()}-x{gpus}", "python bench/gpu_tests.py", count.outcomes, target="gpu")
     return int(status)

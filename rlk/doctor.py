@@ -48,7 +48,7 @@ def diagnose(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     for name, check in checks:
         try:
             findings.append(Finding(name, True, check()))
-        except (UsageError, ImportError, OSError) as error:
+        except (UsageError, ImportError, OSError, RuntimeError) as error:  # RuntimeError: a GPU runtime that is broken
             findings.append(Finding(name, False, str(error)))
     return findings
 

@@ -29,7 +29,7 @@ def gpu_checks() -> list[tuple[str, Callable[[], str]]]:
 
 
 def check_present() -> str:
-    """What to say when torch sees no GPU. Raises UsageError when torch is made for GPUs that it cannot reach."""
+    """What to say when torch sees no GPU. Raises UsageError when a torch for ROCm reaches none."""
     import torch
 
     if torch.version.hip:

@@ -19,6 +19,7 @@ from rlk.data.prompts import Example, load_prompts
 from rlk.data.rewards import find_reward
 from rlk.data.tokenizer import Tokenizer
 from rlk.doctor import check_rendezvous
+from rlk.doctor_gpus import check_architecture
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
 from rlk.model.weights import weight_files
@@ -100,6 +101,7 @@ def check_operators(device: str, mode: str, ranks_here: int) -> None:
         if gpus < ranks_here:
             raise UsageError(f"--device cuda with {ranks_here} ranks here, but torch sees {gpus} GPUs: lower --nproc, "
                              "or use --device cpu")
+        check_architecture()
     if missing := unserved_operators(device, mode):
         raise UsageError(f"this build has no {mode} backend on {device} for {len(missing)} operators "
                          f"({missing[0]}, ...): use --device cpu")

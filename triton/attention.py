@@ -12,6 +12,8 @@ would reach the rows before it.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ import triton.language as tl
 from rlk.contract import ATTENTION_BLOCK, ATTENTION_CHUNK
 from rlk.kernels.attention_plan import Plan, Tiles, decode_plan, plan
 from rlk.kernels.attention_rule import attend_keys, empty_state, finish, join
-from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.operands import check_multiple, check_tensor, state_range
 from rlk.kernels.variants import Variant, architecture
 
 HEAD_DIMS = (64, 128)
@@ -282,6 +284,8 @@ def _attend_split(q_THE, k, v, o_THE, lse_TH, tiles: Tiles, shared, paged):
                          f"{split.constants['BLOCK_M']}; give the segments on the CPU")
     places = len(tiles.table) * tiles.rows
     states = [q_THE.new_empty((places, H, tiles.chunks) + width, dtype=torch.float32) for width in ((), (), (E,))]
+    for state in states:
+        check_tensor("attention", "a workspace", state, torch.float32)
     attention_split[len(tiles.table), G, tiles.chunks](
         q_THE, k, v, *states, tiles.table, *shared, **constants(split, E, PAGED=paged, IDENTITY=tiles.identity),
         **_options(split))
@@ -300,6 +304,7 @@ def _check_keys(op, k, v):
             raise ValueError(f"{op} got {name} {tuple(x.shape)} with strides {x.stride()} beside k {tuple(k.shape)} "
                              f"with {k.stride()}, expected the same, and a row's heads contiguous")
         check_multiple(op, **{f"{name}_stride_{i}": stride for i, stride in enumerate(x.stride()[:-2])})
+        state_range(x)
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -321,15 +326,15 @@ def variants(arch: str) -> list[Variant]:
     """Every kernel that the launchers above can launch on `arch`."""
     found = []
     for name, config in CONFIGS[arch].items():
-        for E in HEAD_DIMS:
-            for form, own in FORMS[config.kernel].items():
-                function, fixed = FUNCTIONS[config.kernel], constants(config, E, **own)
-                signature = {argument: POINTERS.get(argument, "fp32" if argument == "scale" else "i32")
-                             for argument in function.arg_names if argument not in fixed}
-                found.append(Variant(
-                    kernel=config.kernel, name=f"{name}_{form}_e{E}", function=function, signature=signature,
-                    constants=fixed, options=_options(config),
-                    divisible=tuple(x for x in signature if x in POINTERS or x in ("q_stride", "key_stride",
-                                                                                   "page_stride")),
-                    small=tuple(x for x in ("tiles", "table", "o", "lse") if x in signature)))
+        for E, (form, own) in itertools.product(HEAD_DIMS, FORMS[config.kernel].items()):
+            function, fixed = FUNCTIONS[config.kernel], constants(config, E, **own)
+            signature = {argument: POINTERS.get(argument, "fp32" if argument == "scale" else "i32")
+                         for argument in function.arg_names if argument not in fixed}
+            divisible = tuple(x for x in signature if x in POINTERS or x in ("q_stride", "key_stride", "page_stride"))
+            variant = Variant(config.kernel, f"{name}_{form}_e{E}", function, signature, fixed, _options(config),
+                              divisible, small=tuple(x for x in signature if x in POINTERS))
+            found.append(variant)
+            if arch == "gfx942" and "k" in signature:  # keys of 2 GiB and more: other loads
+                near = tuple(x for x in variant.small if x not in ("k", "v"))
+                found.append(dataclasses.replace(variant, name=f"{variant.name}_far", small=near))
     return found

@@ -213,10 +213,10 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, leaves: int = 1, out_dtype: t
     arch = architecture()
     M, N, K, x_MK = _checked(x_MK, w_NK, leaves, out_dtype, residual_MN, swiglu)
     name = config or choose(arch, max(M, 1), N, K, leaves)
-    config = CONFIGS[arch][name]
-    if not config.tail and K // leaves % config.block_k:
-        raise ValueError(f"linear got leaves of {K // leaves} for {name}, expected a multiple of {config.block_k}; "
-                         "leave the configuration to the dispatch")
+    config = CONFIGS[arch].get(name)
+    if config is None or leaves not in config.leaves or (not config.tail and K // leaves % config.block_k):
+        raise ValueError(f"linear got {leaves} leaves of {K // leaves} for the configuration {name}, expected one of "
+                         f"{list(CONFIGS[arch])} that serves them; leave the choice to the dispatch")
     partial_counts = parts(arch, K, leaves) if config.split else (1, 1)
     count = math.prod(partial_counts)
     plain = not swiglu and residual_MN is None
@@ -247,7 +247,7 @@ def _checked(x_MK, w_NK, leaves, out_dtype, residual_MN, swiglu):
     if (swiglu or residual) and (out_dtype != torch.bfloat16 or (swiglu and (residual or leaves != 1))):
         raise ValueError(f"linear got swiglu {swiglu}, a residual {residual}, {leaves} leaves and {out_dtype}, "
                          "expected at most one of the two, SwiGLU with one leaf, and torch.bfloat16")
-    check_multiple("linear", N=N // 2 if swiglu else N, leaf_of_K=K // leaves)
+    check_multiple("linear", N=N, leaf_of_K=K // leaves, **({"half_of_N": N // 2} if swiglu else {}))
     x_MK = x_MK.contiguous()
     check_tensor("linear", "x", x_MK, torch.bfloat16)
     check_tensor("linear", "w", w_NK, torch.bfloat16)

@@ -26,6 +26,18 @@ def check_tensor(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, s
     if tensor.numel() * tensor.element_size() >= MOST_BYTES:
         raise ValueError(f"{op} got {name} {tuple(tensor.shape)} of {tensor.numel() * tensor.element_size()} bytes, "
                          f"expected less than {MOST_BYTES}; split the rows")
+    state_range(tensor)
+
+
+def state_range(tensor: torch.Tensor) -> None:
+    """Tell Triton how many bytes the kernel reaches from this pointer.
+
+    On AMD it compiles buffer loads for what reaches less than 2 GiB, and by itself takes the size of the whole storage:
+    a weight's form would depend on whether it lies in one flat buffer with the others.
+    """
+    if torch.version.hip:
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        tensor.ptr_range = lambda: reach * tensor.element_size()
 
 
 def check_multiple(op: str, **widths: int) -> None:

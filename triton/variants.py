@@ -1,5 +1,8 @@
 """What a Triton kernel's dispatch can choose, as data: the launchers, the ahead-of-time build and the gates read it.
 
+On a GPU host Triton compiles what a launcher asks for by itself, from the same sources, constants and options; the
+ahead-of-time objects are for the gates and the emulator. tests/gpu holds that no other form of a kernel ever runs.
+
 Importing this needs no GPU; it does need the triton package.
 """
 

@@ -58,9 +58,16 @@ def source_fingerprint(target: str = "cpu") -> str:
     "gpu" names no object but all that runs on a GPU, HIP C++ and Triton: what a result measured there belongs to.
     """
     if target == "gpu":
-        return fingerprint(KERNELS.glob("*.py"), KERNELS, *map(source_fingerprint, GPU_TARGETS))
+        return fingerprint(KERNELS.glob("*.py"), KERNELS, contract_constants(), *map(source_fingerprint, GPU_TARGETS))
     paths = [*SOURCES.glob("*.h"), *(p for p in source_folder(target).rglob("*") if p.suffix in (".h", ".cpp"))]
     return fingerprint(paths, SOURCES, *FLAGS[target])
+
+
+def contract_constants() -> str:
+    """What the Triton kernels take from the contract, as text."""
+    from rlk import contract  # here: the contract imports this package
+
+    return f"{contract.GEMM_CHUNK} {contract.ATTENTION_BLOCK} {contract.ATTENTION_CHUNK} {contract.VOCAB_TILES}"
 
 
 def fingerprint(paths: Iterable[Path], root: Path, *more: str) -> str:

@@ -26,9 +26,9 @@ def host() -> None:
 
 
 def hip() -> None:
-    from rlk.build.targets import make_hip
+    from rlk.build.hip import build_hip
 
-    built = make_hip(verbose=True)
+    built = build_hip(verbose=True)
     print(f"{built.library}: {len(built.code_objects)} code objects beside it, gates passed ({built.compiler})")
 
 
@@ -39,12 +39,13 @@ def cuda() -> None:
 
 
 def triton() -> None:
-    from rlk.build.targets import make_triton
     from rlk.build.triton_aot import TARGETS
+    from rlk.build.triton_build import make_triton
 
     for arch in TARGETS:
         start = time.monotonic()
-        print(f"{make_triton(arch)}: gates passed ({time.monotonic() - start:.0f} s)")
+        checked = "gates passed" if arch == "gfx942" else "options checked"
+        print(f"{make_triton(arch)}: {checked} ({time.monotonic() - start:.0f} s)")
 
 
 def report() -> None:

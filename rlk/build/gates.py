@@ -7,6 +7,7 @@ One table per kernel, with a sub-table per configuration that differs:
     max_lds = 32768         # bytes of a workgroup
     matrix = "v_mfma_f32_16x16x16_bf16"    # the one matrix instruction there is; without this key there is none
     load_bits = 128         # the widest load from memory, which exists
+    narrow_loads = 0        # most loads that are narrower than that: one that the bulk falls back to would show
     system_scope = true     # what crosses GPUs: every scoped load, store and fence has system scope
     [kernel.configuration]
     max_vgprs = 256
@@ -51,6 +52,7 @@ class Gates:
     max_lds: int
     matrix: str = ""
     load_bits: int = 0  # 0: any
+    narrow_loads: int = -1  # most loads narrower than load_bits; -1: any
     system_scope: bool = False
 
 
@@ -70,9 +72,13 @@ def triton_gates() -> dict[str, GateTable]:
     return read_gates(sorted((KERNELS / "gates").glob("*.toml")))
 
 
+def hip_gate_files() -> list[Path]:
+    return sorted((SOURCES / "gpu").glob("*.toml"))
+
+
 def hip_gates() -> dict[str, GateTable]:
     """The gates of the HIP kernels by kernel, from hipkernels/gpu/*.toml."""
-    return read_gates(sorted((SOURCES / "gpu").glob("*.toml")))
+    return read_gates(hip_gate_files())
 
 
 def read_gates(paths: Iterable[Path]) -> dict[str, GateTable]:
@@ -144,6 +150,9 @@ def check_kernel(kernel: Resources, table: GateTable | None) -> list[Failure]:
     check("matrix", matrix.keys() == expected, ", ".join(sorted(matrix)) or "none", gates.matrix or "none")
     if gates.load_bits:
         check("load_bits", max(loads, default=0) == gates.load_bits, max(loads, default=0), gates.load_bits)
+    if gates.narrow_loads >= 0:
+        narrow = sum(count for bits, count in loads.items() if bits < gates.load_bits)
+        check("narrow_loads", narrow <= gates.narrow_loads, narrow, f"at most {gates.narrow_loads}")
     if gates.system_scope:
         for got, wanted in _scope_errors([text for _, text in code.instructions]):
             check("system_scope", False, got, wanted)

@@ -9,8 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlk.build import BUILD, FLAGS, SOURCES, build_lock, run_compiler, source_fingerprint, translation_units
+from rlk.build import (
+    BUILD,
+    FLAGS,
+    SOURCES,
+    build_lock,
+    fingerprint,
+    run_compiler,
+    source_fingerprint,
+    translation_units,
+)
 from rlk.build.cpu import remove_others
+from rlk.build.gates import check_all, hip_gate_files, hip_gates, require
+from rlk.build.resources import hip_resources
 from rlk.build.rocm import find_toolchain
 
 FOLDER = BUILD / "gfx942"
@@ -33,9 +44,10 @@ def library_path(digest: str) -> Path:
 
 
 def build_hip(verbose: bool = False) -> HipBuild:
-    """Compile every unit for gfx942 unless these sources were compiled already, by this compiler.
+    """Compile every unit for gfx942 and check the gates, unless this compiler did so with these sources.
 
-    Raises UsageError when there is no compiler or it fails (its messages go to stderr).
+    Raises UsageError when there is no compiler or it fails (its messages go to stderr), and CheckFailed naming every
+    gate that failed; then nothing is left to load.
     """
     toolchain, digest = find_toolchain(), source_fingerprint("gfx942")
     library = library_path(digest)
@@ -43,7 +55,8 @@ def build_hip(verbose: bool = False) -> HipBuild:
     with_kernels = [unit for unit in units if "__global__" in unit.read_text()]
     code_objects = tuple(FOLDER / f"{unit.stem}.hsaco" for unit in with_kernels)
     result, manifest = HipBuild(library, code_objects, toolchain.name), FOLDER / "manifest.json"
-    made = {"library": library.name, "code_objects": [path.name for path in code_objects], "compiler": toolchain.name}
+    made = {"library": library.name, "code_objects": [path.name for path in code_objects], "compiler": toolchain.name,
+            "gates": fingerprint(hip_gate_files(), SOURCES)}
     with build_lock(FOLDER):
         if _up_to_date(result, manifest, made):
             return result
@@ -62,9 +75,10 @@ def build_hip(verbose: bool = False) -> HipBuild:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, jobs))
         # -no-hip-rt: the runtime must be the one torch already loaded (see ops/gpu_library.py).
-        objects = sorted(work.glob("*.o"))
+        objects = [work / f"{unit.stem}.o" for unit in units]
         run_compiler([*toolchain.command, "-shared", "-no-hip-rt", *objects, "-o", work / library.name],
                      f"linking {library}", verbose)
+        require(check_all(hip_resources(work / path.name for path in code_objects), hip_gates()))
         for name in made["code_objects"] + [library.name]:
             (work / name).replace(FOLDER / name)
         shutil.rmtree(work)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rlk.build import ROOT, triton_version
 from rlk.build.hip import build_hip
-from rlk.build.resources import Resources
+from rlk.build.resources import Resources, hip_resources
 from rlk.build.rocm import find_toolchain
-from rlk.build.targets import hip_resources, triton_resources
+from rlk.build.triton_build import triton_resources
 
 PAGE = ROOT / "docs" / "gfx942.md"
 COLUMNS = ("configuration", "lanes", "VGPR", "AGPR", "allocated", "SGPR", "LDS", "spills", "scratch", "waves/SIMD",

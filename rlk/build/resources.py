@@ -6,10 +6,14 @@ The gates check it and the report prints it.
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from rlk.build.code_object import Kernel
+from rlk.build.code_object import Kernel, llvm_tool, read_code_object
+from rlk.errors import UsageError
 
 # LLVM's AMDGPUBaseInfo.cpp and GCNSubtarget for gfx90a and gfx942, and AMD's "CDNA3 ISA" guide, section 3.6. The VGPRs
 # of a lane and its AGPRs come from one file.
@@ -71,3 +75,27 @@ def occupancy(allocated_vgprs: int, sgprs: int, lds: int, workgroup: int) -> flo
     if lds:
         workgroups = min(workgroups, LDS_BYTES // lds)
     return workgroups * waves / SIMDS
+
+
+def hip_resources(code_objects: Iterable[Path]) -> list[Resources]:
+    """What the kernels of these code objects take. A template's arguments are its configuration: "float, 4"."""
+    kernels = [code for path in code_objects for code in read_code_object(path).values()]
+    names = demangle([code.name for code in kernels])
+    return [Resources(*kernel_and_configuration(name), code, code.lds, code.max_workgroup)
+            for name, code in zip(names, kernels, strict=True)]
+
+
+def demangle(names: list[str]) -> list[str]:
+    """C++ names as they were written, with their types."""
+    done = subprocess.run([llvm_tool("cxxfilt")], input="\n".join(names), capture_output=True, text=True)
+    if done.returncode:
+        raise UsageError(f"llvm-cxxfilt failed: {done.stderr.strip()}")
+    return done.stdout.splitlines()
+
+
+def kernel_and_configuration(name: str) -> tuple[str, str]:
+    """"void rlk::scale<float, 4>(float*)" -> ("scale", "float, 4")."""
+    found = re.match(r"(?:void )?(?:[\w ()]+::)*(\w+)(?:<(.*?)>)?(?:\(|$)", name)
+    if not found:
+        raise ValueError(f"expected a kernel's name, got {name!r}")
+    return found[1], found[2] or ""

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from rlk.build import BUILD, KERNELS, fingerprint, triton_version
+from rlk.build import BUILD, KERNELS, contract_constants, fingerprint, triton_version
 
 if TYPE_CHECKING:
     from rlk.kernels.variants import Variant
@@ -92,10 +92,10 @@ def is_compiled(variant: Variant, arch: str) -> bool:
 
 
 def sources_fingerprint() -> str:
-    """SHA-256 over the Triton sources, their gates, what builds and checks them, and Triton's version."""
+    """SHA-256 over the Triton sources and the contract's constants, their gates, what checks them, Triton's version."""
     own = Path(__file__).parent
     return fingerprint([*KERNELS.glob("*.py"), *KERNELS.glob("gates/*.toml")], KERNELS,
-                       fingerprint(own.glob("*.py"), own), triton_version())
+                       fingerprint(own.glob("*.py"), own), contract_constants(), triton_version())
 
 
 @functools.cache

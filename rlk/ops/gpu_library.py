@@ -79,6 +79,8 @@ def kernel_fingerprint() -> str:
 
 
 def _fingerprint(loaded: ctypes.CDLL) -> str:
+    if not hasattr(loaded, "rlk_gpu_fingerprint"):
+        return "none"
     loaded.rlk_gpu_fingerprint.restype = ctypes.c_char_p
     return loaded.rlk_gpu_fingerprint().decode()
 

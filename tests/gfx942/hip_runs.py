@@ -18,7 +18,7 @@ import numpy as np
 from rlk.build.code_object import read_code_object
 from rlk.build.hip import build_hip
 from rlk.build.host_fibers import build_host
-from rlk.build.targets import demangle, kernel_and_configuration
+from rlk.build.resources import demangle, kernel_and_configuration
 from tests.gfx942.emulator import Device, Launch
 from tests.gfx942.numerics import from_bf16, to_bf16
 

@@ -9,9 +9,9 @@ from rlk.build.code_object import Kernel
 from rlk.build.gates import Failure, Gates, GateTable, check_all, check_kernel, hip_gates, read_gates, require
 from rlk.build.hip import build_hip
 from rlk.build.options import check_options
-from rlk.build.resources import Resources, occupancy
-from rlk.build.targets import check_triton, hip_resources, resources_of
+from rlk.build.resources import Resources, hip_resources, occupancy
 from rlk.build.triton_aot import all_variants, compile_variant
+from rlk.build.triton_build import check_triton, resources_of
 from rlk.errors import CheckFailed, UsageError
 from rlk.kernels import attention, gemm
 
@@ -36,7 +36,7 @@ def code(*instructions, **changed):
     made = Kernel(name="sample", arguments=(), kernarg_size=0, lds=0, scratch=0, vgprs=32, allocated_vgprs=32,
                   agprs=0, sgprs=16, vgpr_spills=0, sgpr_spills=0, max_workgroup=256, wave_size=64, user_sgprs=2,
                   preload_length=0, properties=0, workgroup_ids=(True, False, False), packed_lanes=0,
-                  instructions=tuple(enumerate(instructions)))
+                  float_mode=0xF0, ieee_clamped=True, instructions=tuple(enumerate(instructions)))
     made = replace(made, **changed)
     return Resources("sample", "", made, made.lds, made.max_workgroup)
 
@@ -122,6 +122,8 @@ def test_the_widest_load_is_the_one_named():
     assert checked(code(wide, narrow), load_bits=128) == []
     assert checked(code(narrow), load_bits=128) == [("load_bits", 16, 128)]
     assert checked(code(wide), load_bits=64) == [("load_bits", 128, 64)]
+    assert checked(code(wide, narrow), load_bits=128, narrow_loads=1) == []
+    assert checked(code(wide, narrow), load_bits=128, narrow_loads=0) == [("narrow_loads", 1, "at most 0")]
     assert checked(code("s_load_dwordx4 s[0:3], s[0:1], 0x0"), load_bits=32) == [("load_bits", 0, 32)]
 
 

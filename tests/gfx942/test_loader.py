@@ -12,7 +12,7 @@ import pytest
 from rlk.build import ROOT, source_fingerprint
 from rlk.build.cpu import host_compiler
 from rlk.build.hip import build_hip
-from rlk.build.targets import hip_resources
+from rlk.build.resources import hip_resources
 
 AS_UNDER_ROCM = """
 import ctypes, torch

@@ -148,7 +148,8 @@ def test_a_whole_row_from_logits_to_scores():
         assert np.allclose(scores, exact, rtol=2e-6, atol=2e-5)
 
 
-@pytest.mark.parametrize(("V", "out"), [(2100, "fp32"), (2100, "bf16"), (2374, "bf16"), (1027, "fp32")])
+@pytest.mark.parametrize(("V", "out"), [(2100, "fp32"), (2100, "bf16"), (2374, "bf16"), (2374, "fp32"), (1027, "fp32"),
+                                         (1027, "bf16")])
 def test_the_gradient_agrees_with_float64(V, out):
     T, first_id, valid = 3, 100, V - 30
     logits, grad = draw(6, T, V), draw(7, T, scale=1.0)

@@ -1,12 +1,13 @@
 """`make hip-report`: the page says what the code objects hold."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
 from rlk.build.hip import build_hip
 from rlk.build.report import COLUMNS, PAGE, compilers, markdown, row, write_report
-from rlk.build.targets import hip_resources
+from rlk.build.resources import hip_resources
 from rlk.build.triton_aot import all_variants
 
 
@@ -23,7 +24,7 @@ def written(tmp_path_factory):
 
 
 def test_the_page_is_current(written):
-    if compilers() not in PAGE.read_text():
+    if compilers() not in PAGE.read_text() and os.environ.get("CI") != "true":
         pytest.skip(f"docs/gfx942.md describes the code of other compilers than these: {compilers()}")
     assert PAGE.read_text() == written[1], "docs/gfx942.md is stale: run `make hip-report`"
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlk.build.triton_aot import all_variants
+from rlk.kernels.variants import architecture
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,28 +19,35 @@ def only_gated_kernels_ran():
     yield
     if not torch.cuda.is_available():
         return
-    from rlk.kernels.variants import architecture
-
-    variants = all_variants(architecture())
-    gated: dict[tuple, list[tuple]] = {}  # (kernel, constants) -> argument properties
-    for variant in variants:
-        key = variant.kernel, _plain(variant.constants)
-        gated.setdefault(key, []).append((variant.signature, sorted(variant.divisible)))
     strangers = []
-    for function, kernel in {variant.function: variant.kernel for variant in variants}.items():
-        for source in (compiled.src for cache, *_ in function.device_caches.values() for compiled in cache.values()):
-            names = function.arg_names
-            constants = {names[path[0]]: value for path, value in source.constants.items()}
-            forms = gated.get((kernel, _plain(constants)))
-            if forms is None:
-                continue  # constants of no table: a test's own configuration
-            signature = {name: kind for name, kind in source.signature.items() if kind != "constexpr"}
-            divisible = sorted(names[path[0]] for path, attrs in source.attrs.items()
-                               if ["tt.divisibility", 16] in [list(attr) for attr in attrs])
-            if (signature, divisible) not in forms:
-                strangers.append(f"{kernel}: {signature} with {constants}, multiples of 16: {divisible}")
+    for variant, *others in _by_function(all_variants(architecture())):
+        for cache, *_ in variant.function.device_caches.values():
+            for compiled in cache.values():
+                form = _form(compiled.src, variant.function.arg_names)
+                # A test's own configuration has constants that are in no table: it is not the dispatch's.
+                same = [each for each in (variant, *others) if each.constants.items() <= form["constants"].items()]
+                if same and form not in map(_gated_form, same):
+                    strangers.append(f"{variant.kernel}: {form}")
     assert not strangers, "\n".join(["kernels ran that no gate saw:", *strangers])
 
 
-def _plain(constants: dict) -> tuple:
-    return tuple(sorted((name, getattr(value, "value", value)) for name, value in constants.items()))
+def _by_function(variants) -> list[list]:
+    groups: dict = {}
+    for variant in variants:
+        groups.setdefault(variant.function, []).append(variant)
+    return list(groups.values())
+
+
+def _gated_form(variant) -> dict:
+    return {"constants": variant.constants, "signature": variant.signature, "divisible": sorted(variant.divisible),
+            "small": sorted(variant.small) if architecture() == "gfx942" else []}
+
+
+def _form(source, names) -> dict:
+    """What Triton compiled for: an integer that was 1 is among the constants."""
+    marked = {attribute: sorted(names[path[0]] for path, attrs in source.attrs.items()
+                                if attribute in (attr[0] for attr in attrs))
+              for attribute in ("tt.divisibility", "tt.pointer_range")}
+    return {"constants": {names[path[0]]: getattr(value, "value", value) for path, value in source.constants.items()},
+            "signature": {name: kind for name, kind in source.signature.items() if kind != "constexpr"},
+            "divisible": marked["tt.divisibility"], "small": marked["tt.pointer_range"]}

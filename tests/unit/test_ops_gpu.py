@@ -15,12 +15,10 @@ unserved_operators("cuda", "consistency")  # imports every operator
 GPU_BACKENDS = [b for op in registry._backends.values() for b in op if b.devices == ("cuda",)]
 
 
-def test_gpu_backends_cover_the_forward_pass_and_say_what_is_missing():
-    served = {backend.op for backend in GPU_BACKENDS}
-    assert {"linear", "linear_fp32", "linear_leaves", "rms_norm", "add_rms_norm", "residual_add", "qk_norm_rope",
-            "swiglu", "attention_varlen", "attention_paged", "tile_stats", "merge_tiles", "find_targets",
-            "pick_logits", "support_score"} <= served
-    assert not served & set(unserved_operators("cuda", "consistency"))
+def test_the_operators_without_a_gpu_backend_are_those_that_the_readme_names():
+    assert unserved_operators("cuda", "consistency") == [
+        "adamw", "attention_varlen_backward", "draw", "embedding", "embedding_backward", "gemm_dw", "gemm_dx",
+        "qk_norm_rope_backward", "rms_norm_backward", "sum_squares", "swiglu_backward", "write_kv"]
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS, ids=lambda backend: backend.op)

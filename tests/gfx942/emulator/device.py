@@ -77,6 +77,9 @@ class Program:
         return f"{self.kernel.name} at {address:#x}, {text!r}"
 
 
+launched: set[tuple[Path, str]] = set()  # every (code object, kernel) that ran in this process
+
+
 class Device:
     """A gfx942 with `size` bytes of memory."""
 
@@ -132,6 +135,7 @@ class Device:
     def _workgroups(self, launch: Launch) -> list[_Workgroup]:
         path = Path(launch.path)
         program = load_program(path, launch.kernel, path.stat().st_mtime_ns)
+        launched.add((path, launch.kernel))
         kernel, lanes = program.kernel, launch.lanes
         if not 0 < lanes <= kernel.max_workgroup or kernel.lds + launch.shared > LDS_BYTES:
             raise ValueError(f"{launch.kernel} got {lanes} lanes and {kernel.lds + launch.shared} bytes of LDS, "

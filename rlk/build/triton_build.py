@@ -1,37 +1,28 @@
-"""What `make` asks for: build, check the gates, say where things lie. Each ends in seconds when nothing changed."""
+"""The Triton kernels as `make triton-aot` leaves them: compiled, their gates checked, listed in a manifest."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlk.build import BUILD, build_lock
-from rlk.build.code_object import llvm_tool, read_code_object
-from rlk.build.gates import Failure, check_all, hip_gates, require, triton_gates
-from rlk.build.hip import HipBuild, build_hip
+from rlk.build.code_object import read_code_object
+from rlk.build.gates import Failure, check_all, require, triton_gates
 from rlk.build.options import check_options, variants_without
 from rlk.build.resources import Resources
 from rlk.build.triton_aot import all_variants, artifact, compile_all, compile_variant, sources_fingerprint
-from rlk.errors import UsageError
 
 if TYPE_CHECKING:
     from rlk.kernels.variants import Variant
 
 
-def make_hip(verbose: bool = False) -> HipBuild:
-    """Build hipkernels/gpu for gfx942 and check its gates. Raises CheckFailed naming every gate that failed."""
-    built = build_hip(verbose)
-    require(check_all(hip_resources(built.code_objects), hip_gates()))
-    return built
-
-
 def make_triton(arch: str) -> Path:
-    """Compile every variant for `arch` and check the gates; returns the manifest, build/<arch>/triton/manifest.json.
+    """Compile every variant for `arch` and check the gates (sm_90: those of the options alone).
+
+    Returns the manifest, build/<arch>/triton/manifest.json.
 
     The manifest is written when all gates passed: {"fingerprint", "kernels": {"kernel/configuration": file}}. Raises
     CheckFailed naming every gate that failed.
@@ -75,30 +66,6 @@ def resources_of(variant: Variant) -> Resources:
     code = read_code_object(compiled.path)[compiled.metadata.name]
     lanes = compiled.metadata.num_warps * compiled.metadata.warp_size
     return Resources(variant.kernel, variant.name, code, compiled.metadata.shared, lanes)
-
-
-def hip_resources(code_objects: tuple[Path, ...]) -> list[Resources]:
-    """What the kernels of these code objects take. A template's arguments are its configuration: "float, 4"."""
-    kernels = [code for path in code_objects for code in read_code_object(path).values()]
-    names = demangle([code.name for code in kernels])
-    return [Resources(*kernel_and_configuration(name), code, code.lds, code.max_workgroup)
-            for name, code in zip(names, kernels, strict=True)]
-
-
-def demangle(names: list[str]) -> list[str]:
-    """C++ names as they were written, with their types."""
-    done = subprocess.run([llvm_tool("cxxfilt")], input="\n".join(names), capture_output=True, text=True)
-    if done.returncode:
-        raise UsageError(f"llvm-cxxfilt failed: {done.stderr.strip()}")
-    return done.stdout.splitlines()
-
-
-def kernel_and_configuration(name: str) -> tuple[str, str]:
-    """"void rlk::scale<float, 4>(float*)" -> ("scale", "float, 4")."""
-    found = re.match(r"(?:void )?(?:[\w ()]+::)*(\w+)(?:<(.*?)>)?(?:\(|$)", name)
-    if not found:
-        raise ValueError(f"expected a kernel's name, got {name!r}")
-    return found[1], found[2] or ""
 
 
 def _is_current(manifest: Path, fingerprint: str) -> bool:
