@@ -16,7 +16,7 @@ from tests.gfx942.numerics import BF16_EPSILON, from_bf16, random_bf16, same_byt
 from tests.gfx942.triton_runs import run_variant
 
 ARCH = "gfx942"
-VARIANTS = {(variant.kernel.removeprefix("attention_"), form, variant.constants["E"]): variant
+VARIANTS = {(variant.kernel.removeprefix("attention_"), form, variant.constants["E"], "_far" in variant.name): variant
             for variant in attention.variants(ARCH) for form in ("decode", "paged", "varlen")
             if f"_{form}_" in variant.name}
 NAN = 0x7FC0
@@ -69,12 +69,15 @@ def launch(variant, grid, values, order):
     return run_variant(Device(order), variant, grid, {name: values[name] for name in variant.signature})
 
 
-def attend(batch, schedule, form, page_size=16, order="forward", **changed):
-    """(o, lse or None) as the launchers run it; `changed` replaces constants and options of prefill or split."""
+def attend(batch, schedule, form, page_size=16, order="forward", far=False, **changed):
+    """(o, lse or None) as the launchers run it; `changed` replaces constants and options of prefill or split.
+
+    far: the code for keys of 2 GiB and more.
+    """
     (T, H, E), G = batch.q.shape, batch.k.shape[1]
 
     def variant(kernel):
-        found = VARIANTS[kernel, form, E]
+        found = VARIANTS[kernel, form, E, far and kernel == schedule]
         own = changed if kernel == schedule else {}
         constants = {name: own.get(name, value) for name, value in found.constants.items()}
         options = found.options | {name: value for name, value in own.items() if name not in constants}
@@ -196,13 +199,14 @@ def test_every_configuration_gives_the_bits_of_the_rule_and_agrees_with_float64(
     exact, magnitude = float64(batch)
     assert np.all(np.abs(from_bf16(o) - exact) <= BF16_EPSILON * (np.abs(exact) + magnitude))
     assert same_bytes(o, expected)
+    assert same_bytes(attend(batch, schedule, form, far=True)[0], expected)
     if form == "varlen":
         assert np.allclose(lse, expected_lse, rtol=0, atol=1e-5)
 
 
 def test_the_cases_execute_every_variant():
     executed = {kernel for E, schedule, form, *_ in (case.values for case in cases())
-                for kernel in ((schedule, form, E), ("merge", form, E))}
+                for kernel in ((schedule, form, E, False), (schedule, form, E, True), ("merge", form, E, False))}
     assert set(VARIANTS) <= executed
     assert len(VARIANTS) == len(attention.variants(ARCH))
 

@@ -32,7 +32,7 @@ class EmulatedKernel:
         constants = {name: value for name, value in named.items() if name in names}
         options = {name: value for name, value in named.items() if name not in names}
         (variant,) = (each for each in attention.variants(ARCH) if each.function is self.function
-                      and (each.constants, each.options) == (constants, options))
+                      and (each.constants, each.options) == (constants, options) and not each.name.endswith("_far"))
         device, stores = Device(), {}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
