@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 MPIRUN := $(VENV)/bin/mpirun --allow-run-as-root --oversubscribe
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-mpi cpu hip cuda triton-aot hip-report lint clean
+.PHONY: help demo test test-mpi test-model cpu hip cuda triton-aot hip-report lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,9 +17,13 @@ test: cpu  ## run every test that this machine can run
 	$(PY) -m pytest -q
 	$(MAKE) --no-print-directory test-mpi
 
-test-mpi: cpu  ## the collectives under mpirun, on 2 and 4 ranks
+test-mpi: cpu  ## the collectives under mpirun, on 2, 4 and 8 ranks
 	OMP_NUM_THREADS=1 $(MPIRUN) -n 2 $(PY) -m pytest -q --with-mpi tests/mpi
 	OMP_NUM_THREADS=1 $(MPIRUN) -n 4 $(PY) -m pytest -q --with-mpi tests/mpi
+	OMP_NUM_THREADS=1 $(MPIRUN) -n 8 $(PY) -m pytest -q --with-mpi tests/mpi
+
+test-model: $(VENV)/ready  ## check the collectives' protocol with spin; part of make test
+	$(PY) -m pytest -q tests/model
 
 cpu: $(VENV)/ready  ## build the CPU operators, and the GPU kernels for this host (one fiber per lane)
 	@$(PY) -m rlk.build cpu host

@@ -15,6 +15,7 @@ enum Error : int {
   kMisaligned = 5,    // a pointer or a size that 128-bit loads cannot take
   kLaunchFailed = 6,  // the GPU runtime refused a launch
   kDeadlock = 7,      // host fibers: every lane waits for another
+  kMemoryFailed = 8,  // the GPU runtime refused to allocate, share or map memory
 };
 
 }  // namespace rlk

@@ -27,7 +27,7 @@ from rlk.ops.registry import registry
 from rlk.plan import MemoryPlan, available_memory, local_parameters, plan_memory
 from rlk.topology import Topology
 
-OPERATORS = ("adamw", "attention", "embedding", "gemm", "gpu", "logprob", "norm", "sampler", "swiglu")
+OPERATORS = ("adamw", "attention", "embedding", "gemm", "logprob", "norm", "sampler", "swiglu")
 EVIDENCE_BYTES_PER_TOKEN = 32  # an audited log-prob: id, both bit patterns, replicas
 
 
@@ -101,10 +101,11 @@ def check_operators(device: str, mode: str, ranks_here: int) -> None:
         if gpus < ranks_here:
             raise UsageError(f"--device cuda with {ranks_here} ranks here, but torch sees {gpus} GPUs: lower --nproc, "
                              "or use --device cpu")
-        check_architecture()
     if missing := unserved_operators(device, mode):
         raise UsageError(f"this build has no {mode} backend on {device} for {len(missing)} operators "
                          f"({missing[0]}, ...): use --device cpu")
+    if device == "cuda":
+        check_architecture()
 
 
 def unserved_operators(device: str, mode: str) -> list[str]:

@@ -15,7 +15,7 @@ class ThreadCommunicator:
     """One rank's end. Sums are in rank order, not in the tree: they are exact where all addends but one are zero."""
 
     def __init__(self, rank: int, slots: list, meeting: threading.Barrier) -> None:
-        self.rank, self.world = rank, len(slots)
+        self.name, self.rank, self.world, self.device = "threads", rank, len(slots), torch.device("cpu")
         self._slots, self._meeting = slots, meeting
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,6 +31,9 @@ class ThreadCommunicator:
 
     def barrier(self) -> None:
         self._meeting.wait()
+
+    def check(self) -> None:
+        pass
 
 
 def on_threads(world: int, function: Callable) -> list:

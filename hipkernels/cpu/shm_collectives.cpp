@@ -78,9 +78,12 @@ struct Communicator {
     for (int peer = 0; peer < group.world; ++peer)
       if (!wait_until_released(memory, group.peer(peer), generation, &failure)) return kTimeout;
     stage(group.staging[group.rank]);
-    publish_ready(memory, mine, generation, call);
+    describe_call(mine, call);
+    publish_ready(memory, mine, generation);
     for (int peer = 0; peer < group.world; ++peer)
-      if (!wait_until_staged(memory, group.peer(peer), generation, call, &failure)) return kTimeout;
+      if (!wait_until_staged(memory, group.peer(peer), generation, &failure)) return kTimeout;
+    for (int peer = 0; peer < group.world; ++peer)
+      if (!compare_calls(group.peer(peer), generation, call, &failure)) return kTimeout;
     read();
     publish_done(memory, mine, generation);
     return kOk;
@@ -192,7 +195,7 @@ RLK_EXPORT int rlk_shm_call(void* handle, int operation, int dtype, int itemsize
                             int64_t count) {
   using namespace rlk;
   auto& comm = *static_cast<Communicator*>(handle);
-  const Call call{operation, dtype, uint64_t(count)};
+  const Call call{operation, dtype, uint64_t(count), kNoSlot, 0};
   if (operation == kAllGather)
     return all_gather(comm, call, size_t(count) * itemsize, static_cast<const char*>(x), static_cast<char*>(out));
   if (operation == kBarrier) return comm.exchange(call, [](char*) {}, [] {});

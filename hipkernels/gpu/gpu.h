@@ -2,11 +2,13 @@
 // (g++ -DRLK_HOST_FIBERS -DRLK_WAVE=32 or 64; host_fibers.h). This header gives the words in which they differ.
 //
 //   kWave                                lanes that run in step and can shuffle
-//   shuffle_down(x, n)                   x of the lane n above in the wave; every lane of the wave must call it
+//   shuffle_down(x, n), shuffle_xor(x, n)  x of the lane n above in the wave, or of lane ^ n; all its lanes must call it
 //   RLK_SHARED(Type, name)               one Type for the workgroup, in LDS (CUDA: shared memory), uninitialised
 //   Vector16, load16, store16            128 bits at a time of global memory; addresses are multiples of 16
 //   settle_stores()                      this lane's stores have left for memory that the workgroup's lanes share
-//   SystemMemory                         the memory policy of collective_protocol.h
+//   SystemMemory                         the memory policy of collective_protocol.h; claim(word): for its first caller
+//                                        true (the word was 0 and is 1 now)
+//   RLK_UNSET                            after a variable: not set before its first use, which g++ would not believe
 //   RLK_LAUNCH(kernel, grid, block, stream, arguments...)  an Error code
 //   lane_index, group_index, group_count   of the lane in its workgroup, of the workgroup in its grid
 // `__global__` and `__syncthreads()` are the same words everywhere.
@@ -15,6 +17,8 @@
 #include <cstring>
 
 #if defined(RLK_HOST_FIBERS)
+#include <sched.h>
+
 #include "gpu/host_fibers.h"
 #elif defined(__HIP__)
 #include <hip/hip_runtime.h>
@@ -25,8 +29,10 @@
 #if defined(RLK_HOST_FIBERS)
 #define RLK_LANES(lanes)
 #define RLK_UNROLL
+#define RLK_UNSET = {}
 #else
 #define RLK_LANES(lanes) __launch_bounds__(lanes)
+#define RLK_UNSET
 #define RLK_UNROLL _Pragma("unroll")
 #define RLK_SHARED(Type, name) __shared__ Type name
 #define RLK_LAUNCH(kernel, grid, block, stream, ...) \
@@ -55,7 +61,8 @@ constexpr int kWave = RLK_WAVE;
 inline int lane_index() { return fibers::scheduler.lane; }
 inline int group_index() { return fibers::scheduler.group->index; }
 inline int group_count() { return fibers::scheduler.group->launch->grid; }
-inline uint32_t shuffle_word_down(uint32_t x, int lanes) { return fibers::shuffle_down(x, lanes); }
+inline uint32_t shuffle_word_down(uint32_t x, int lanes) { return fibers::shuffle(x, fibers::scheduler.lane + lanes); }
+inline uint32_t shuffle_word_xor(uint32_t x, int lanes) { return fibers::shuffle(x, fibers::scheduler.lane ^ lanes); }
 
 inline Vector16 load16(const void* address) { Vector16 v; memcpy(&v, address, 16); return v; }
 inline void store16(void* address, Vector16 v) { memcpy(address, &v, 16); }
@@ -65,7 +72,11 @@ struct SystemMemory {
   uint64_t poll(const uint64_t* word) const { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
   void acquire() const {}
   void store_release(uint64_t* word, uint64_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
-  void pause(uint64_t) const { fibers::pause(); }
+  bool claim(uint64_t* word) const { return __atomic_exchange_n(word, 1, __ATOMIC_RELAXED) == 0; }
+  void pause(uint64_t polls) const {
+    if (polls % 64 == 0) sched_yield();  // the peer may be another process
+    fibers::pause();
+  }
   uint64_t clock_ns() const { return fibers::clock_ns(); }
 };
 
@@ -76,6 +87,7 @@ inline int launch_error() { return hipGetLastError() == hipSuccess ? kOk : kLaun
 
 constexpr int kWave = 64;
 __device__ inline uint32_t shuffle_word_down(uint32_t x, int lanes) { return __shfl_down(x, lanes); }
+__device__ inline uint32_t shuffle_word_xor(uint32_t x, int lanes) { return __shfl_xor(x, lanes); }
 
 // With the address space spelt out these are global_load_dwordx4 and global_store_dwordx4, never flat ones.
 typedef uint32_t Words4V __attribute__((ext_vector_type(4)));
@@ -99,6 +111,9 @@ struct SystemMemory {
   __device__ void store_release(uint64_t* word, uint64_t value) const {
     __hip_atomic_store(word, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
   }
+  __device__ bool claim(uint64_t* word) const {
+    return __hip_atomic_exchange(word, uint64_t(1), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM) == 0;
+  }
   __device__ void pause(uint64_t) const { __builtin_amdgcn_s_sleep(1); }
   __device__ uint64_t clock_ns() const { return __builtin_amdgcn_s_memrealtime() * 10; }  // it counts at 100 MHz
 };
@@ -112,6 +127,7 @@ constexpr int kWave = 32;
 __device__ inline uint32_t shuffle_word_down(uint32_t x, int lanes) {
   return __shfl_down_sync(0xffffffffu, x, lanes);
 }
+__device__ inline uint32_t shuffle_word_xor(uint32_t x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
 
 __device__ inline Vector16 load16(const void* address) {
   const uint4 v = *static_cast<const uint4*>(address);
@@ -132,6 +148,11 @@ struct SystemMemory {
   __device__ void store_release(uint64_t* word, uint64_t value) const {
     asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
   }
+  __device__ bool claim(uint64_t* word) const {
+    uint64_t old;
+    asm volatile("atom.relaxed.sys.exch.b64 %0, [%1], 1;" : "=l"(old) : "l"(word) : "memory");
+    return old == 0;
+  }
   __device__ void pause(uint64_t polls) const {
     if (polls > 1024) __nanosleep(100);  // a peer that is this late will not be missed by 100 ns
   }
@@ -144,15 +165,21 @@ struct SystemMemory {
 
 #endif
 
-template <class T> RLK_DEVICE inline T shuffle_down(T x, int lanes) {
+template <class T, class Shuffle> RLK_DEVICE inline T shuffle_words(T x, Shuffle shuffle) {
   constexpr int kWords = sizeof(T) / sizeof(uint32_t);
   static_assert(kWords * sizeof(uint32_t) == sizeof(T), "shuffles move whole words");
   uint32_t word[kWords];
   memcpy(word, &x, sizeof(T));
   RLK_UNROLL
-  for (int i = 0; i < kWords; ++i) word[i] = shuffle_word_down(word[i], lanes);
+  for (int i = 0; i < kWords; ++i) word[i] = shuffle(word[i]);
   memcpy(&x, word, sizeof(T));
   return x;
+}
+template <class T> RLK_DEVICE inline T shuffle_down(T x, int lanes) {
+  return shuffle_words(x, [=](uint32_t word) { return shuffle_word_down(word, lanes); });
+}
+template <class T> RLK_DEVICE inline T shuffle_xor(T x, int lanes) {
+  return shuffle_words(x, [=](uint32_t word) { return shuffle_word_xor(word, lanes); });
 }
 
 }  // namespace rlk

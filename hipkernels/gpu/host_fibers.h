@@ -32,7 +32,7 @@
   static const char name##_key{}; \
   Type& name = rlk::fibers::shared<Type>(&name##_key)
 #define RLK_LAUNCH(kernel, grid, block, stream, ...) \
-  rlk::fibers::launch(grid, block, stream, [=] { kernel(__VA_ARGS__); })
+  rlk::fibers::launch(grid, block, stream, rlk::fibers::bind_arguments(kernel, __VA_ARGS__))
 
 namespace rlk::fibers {
 
@@ -96,7 +96,7 @@ inline Scheduler scheduler;  // kernels are launched by one thread at a time
 
 inline Lane& current() { return scheduler.group->lanes[scheduler.lane]; }
 inline void yield() { switch_context(current().context, scheduler.main); }
-inline void pause() { yield(); }  // whoever polls has a time-out, so this is not waiting
+inline void pause() { yield(); }  // whoever polls has a time-out, so this is not waiting for a lane
 
 inline uint64_t clock_ns() {
   timespec now;
@@ -117,12 +117,14 @@ inline void meet(Meeting& meeting) {
   lane.meeting = nullptr;
 }
 
-inline uint32_t shuffle_down(uint32_t x, int lanes) {
+// x of the lane `source` of the workgroup, if that is one of this lane's wave.
+inline uint32_t shuffle(uint32_t x, int source) {
   Workgroup& group = *scheduler.group;
+  const int first = scheduler.lane / RLK_WAVE * RLK_WAVE;
   Meeting& wave = group.waves[scheduler.lane / RLK_WAVE];
   current().offered = x;
   meet(wave);
-  if (scheduler.lane % RLK_WAVE + lanes < wave.expected) x = group.lanes[scheduler.lane + lanes].offered;
+  if (source >= first && source < first + wave.expected) x = group.lanes[source].offered;
   meet(wave);
   return x;
 }
@@ -245,6 +247,11 @@ inline int run_together() {
     return kDeadlock;
   }
   return kOk;
+}
+
+// The kernel with copies of its arguments: a launch may run after its caller has returned.
+template <class Kernel, class... Arguments> auto bind_arguments(Kernel kernel, Arguments... arguments) {
+  return [=] { kernel(arguments...); };
 }
 
 inline int launch(int64_t grid, int block, void* stream, std::function<void()> body) {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
+from rlk.collectives.arguments import scattered_shape, several
 from rlk.collectives.tree import tree_sum
 from rlk.errors import CheckFailed
 
@@ -17,16 +20,20 @@ class ProcessGroupCommunicator:
     """A Communicator (see rlk.collectives) over torch.distributed.
 
     With `fixed_order` a sum is an all-gather followed by the tree on every rank: the bits of the other transports.
-    Without it the library reduces in its own order and dtype, and mismatched calls are the library's to find.
+    Without it the library reduces in its own order and dtype. Mismatched calls are found on the CPU and in fixed order;
+    elsewhere they are the library's to find. On a GPU everything but barrier() is queued on the current stream.
     """
 
-    def __init__(self, group: dist.ProcessGroup, fixed_order: bool) -> None:
+    name = "process_group"
+
+    def __init__(self, group: dist.ProcessGroup, fixed_order: bool, device: str = "cpu") -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._group = group
         self._names = dist.get_process_group_ranks(group)
         self._fixed_order = fixed_order
         # Asking every rank what it calls costs one more small message, and on a GPU it would stop the stream.
-        self._compare = fixed_order and dist.get_backend(group) == "gloo"
+        self._compare = fixed_order and self.device.type == "cpu"
         self._calls = 0
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,9 +51,7 @@ class ProcessGroupCommunicator:
         return out.copy_(self._gather(x))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if x.dim() == 0 or x.shape[0] % self.world:
-            raise ValueError(f"reduce_scatter of shape {tuple(x.shape)} over {self.world} ranks: the first dimension "
-                             "must be a multiple of the ranks; pad it")
+        scattered_shape(x, self.world)  # or ValueError
         parts = x.unflatten(0, (self.world, -1))
         out = torch.empty_like(parts[0]) if out is None else out
         self._begin("reduce_scatter", x)
@@ -57,9 +62,18 @@ class ProcessGroupCommunicator:
         self._transport(_reduce_scatter, out, x)
         return out
 
+    def reduce_scatter_many(self, xs: Sequence[torch.Tensor],
+                            outs: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        return [self.reduce_scatter(x, out) for x, out in several(xs, outs)]
+
     def barrier(self) -> None:
         self._begin("barrier", torch.empty(0))
         self._transport(dist.barrier)
+
+    def check(self) -> None:
+        """Wait for the calls so far."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         """Nothing: the process group belongs to whoever made it."""

@@ -8,44 +8,28 @@ import os
 import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from rlk.collectives.arguments import DTYPE_CODE, output, scattered_shape, several, summable
+from rlk.collectives.failure import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    OPERATIONS,
+    REDUCE_SCATTER,
+    Failure,
+    explain,
+)
 from rlk.errors import CheckFailed, UsageError
 from rlk.ops.cpu_library import INT, LONG, POINTER, function, ptr
 
 FOLDER = Path("/dev/shm")
 CONTROL_BYTES = 4096  # kStagingOffset
 STAGING_BYTES = 1 << 20  # larger messages go in pieces, each of which costs the ranks one meeting
-
-SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DTYPES = (*SUM_DTYPES, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-          torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128)
-DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-# enums of hipkernels/collective_protocol.h
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BARRIER = range(4)
-SIGNALS = ("ready", "done")
-TIMED_OUT, PEER_CLOSED, MISMATCH = 1, 2, 3
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [("operation", ctypes.c_int32), ("dtype", ctypes.c_int32), ("count", ctypes.c_uint64)]
-
-    def __str__(self) -> str:
-        if self.operation == BARRIER:
-            return "barrier"
-        return f"{OPERATIONS[self.operation]} of {self.count} x {str(DTYPES[self.dtype]).removeprefix('torch.')}"
-
-
-class _Failure(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_int32), ("peer", ctypes.c_int32), ("signal", ctypes.c_int32),
-                ("reserved", ctypes.c_int32), ("generation", ctypes.c_uint64), ("seen", ctypes.c_uint64),
-                ("mine", _Call), ("theirs", _Call)]
-
 
 _create = function("rlk_shm_create", POINTER, INT, INT, LONG, LONG, POINTER)
 _call = function("rlk_shm_call", POINTER, INT, INT, INT, POINTER, POINTER, LONG)
@@ -61,13 +45,15 @@ class ShmCommunicator:
     communicator raises at every further call.
     """
 
+    name, device = "shm", torch.device("cpu")
+
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, staging_bytes: int = STAGING_BYTES) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._names = dist.get_process_group_ranks(group)  # the ranks' global numbers, for messages
         self._timeout_s = timeout_s
         self._busy = threading.Lock()
         self._broken = ""
-        segments = _map_segments(group, CONTROL_BYTES + staging_bytes)
+        segments = map_segments(group, CONTROL_BYTES + staging_bytes)
         addresses = (ctypes.c_void_p * self.world)(
             *(ctypes.addressof(ctypes.c_char.from_buffer(segment)) for segment in segments))
         handle = ctypes.c_void_p()
@@ -77,21 +63,24 @@ class ShmCommunicator:
         self._finalizer = weakref.finalize(self, _release, self._handle, segments)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._run(ALL_REDUCE, _summable(x), _output(x, x.shape, out))
+        return self._run(ALL_REDUCE, summable(x), output(x, x.shape, out, self.device))
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._run(ALL_GATHER, x, _output(x, (self.world, *x.shape), out))
+        return self._run(ALL_GATHER, x, output(x, (self.world, *x.shape), out, self.device))
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if x.dim() == 0 or x.shape[0] % self.world:
-            raise ValueError(f"reduce_scatter of shape {tuple(x.shape)} over {self.world} ranks: the first dimension "
-                             "must be a multiple of the ranks; pad it")
-        out = _output(x, (x.shape[0] // self.world, *x.shape[1:]), out)
-        return self._run(REDUCE_SCATTER, _summable(x), out)
+        return self._run(REDUCE_SCATTER, summable(x), output(x, scattered_shape(x, self.world), out, self.device))
+
+    def reduce_scatter_many(self, xs: Sequence[torch.Tensor],
+                            outs: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        return [self.reduce_scatter(x, out) for x, out in several(xs, outs)]
 
     def barrier(self) -> None:
         nothing = torch.empty(0)
         self._run(BARRIER, nothing, nothing)
+
+    def check(self) -> None:
+        """Nothing: a call that fails raises before it returns."""
 
     def close(self) -> None:
         self._broken = self._broken or "it is closed"
@@ -115,41 +104,12 @@ class ShmCommunicator:
 
     def _explain(self, operation: str) -> str:
         """What went wrong in the last call, naming rank, peer, signal and generation."""
-        failure = _Failure()
+        failure = Failure()
         _failure(self._handle, ctypes.addressof(failure))
-        rank, peer = self._names[self.rank], self._names[failure.peer]
-        if failure.kind == MISMATCH:
-            return (f"ranks disagree in generation {failure.generation}: rank {rank} calls {failure.mine}, rank {peer} "
-                    f"calls {failure.theirs}; make every rank call the same operations in the same order")
-        waited = (f"rank {rank} in {operation} waits for rank {peer}'s {SIGNALS[failure.signal]} signal of generation "
-                  f"{failure.generation} (it is at {failure.seen})")
-        if failure.kind == PEER_CLOSED:
-            return f"{waited}, but rank {peer} has closed its communicator; see that rank's own error"
-        return (f"{waited}: no answer within {self._timeout_s:g} s; see whether rank {peer} died or hangs, or raise "
-                "--timeout")
+        return explain(failure, operation, self.rank, self._names, self._timeout_s)
 
 
-def _summable(x: torch.Tensor) -> torch.Tensor:
-    if x.dtype not in SUM_DTYPES:
-        raise ValueError(f"cannot sum {x.dtype} over ranks: expected one of {SUM_DTYPES}; convert it")
-    return x
-
-
-def _output(x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
-    """`out`, checked, or a new tensor of `shape`, with x's dtype."""
-    if not x.is_cpu:
-        raise ValueError(f"expected a CPU tensor, got one on {x.device}")
-    if x.dtype not in DTYPE_CODE:
-        raise ValueError(f"cannot exchange {x.dtype}: expected one of {DTYPES}; view it as torch.uint8")
-    if out is None:
-        return torch.empty(shape, dtype=x.dtype)
-    if out.dtype != x.dtype or not out.is_cpu or out.shape != shape:
-        raise ValueError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}, expected {x.dtype} {tuple(shape)} "
-                         "on the CPU")
-    return out
-
-
-def _map_segments(group: dist.ProcessGroup, size: int) -> list[mmap.mmap]:
+def map_segments(group: dist.ProcessGroup, size: int) -> list[mmap.mmap]:
     """Create this rank's segment (zeroed) and map everybody's, in rank order.
 
     The names are gone when this returns, on success and on failure, so nothing is left behind when a rank dies later.

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 
 from rlk.collectives import Communicator
+from rlk.collectives.fused import all_reduce_add_rms_norm
+from rlk.ops.gradients import wants_grad
+from rlk.ops.norm import add_rms_norm
 
 
 class _Copy(torch.autograd.Function):
@@ -49,3 +52,12 @@ def reduce_from_tp(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Reduce.apply(x, comm)
     return comm.all_reduce(x, out=x)
+
+
+def reduce_add_rms_norm(
+    partial_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch.Tensor, eps: float, comm: Communicator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave a parallel block into the residual stream: (hidden, its norm), by one kernel where the ranks have one."""
+    if comm.world == 1 or wants_grad(partial_TD, residual_TD, w_D):
+        return add_rms_norm(reduce_from_tp(partial_TD, comm), residual_TD, w_D, eps)
+    return all_reduce_add_rms_norm(comm, partial_TD, residual_TD, w_D, eps)

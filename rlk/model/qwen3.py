@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from rlk.collectives import Communicator, LocalCommunicator
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
-from rlk.model.parallel import copy_to_tp, reduce_from_tp
+from rlk.model.parallel import copy_to_tp, reduce_add_rms_norm, reduce_from_tp
 from rlk.ops.embedding import embedding
 from rlk.ops.gemm import linear, linear_fp32, linear_leaves
-from rlk.ops.norm import add_rms_norm, qk_norm_rope, rms_norm
+from rlk.ops.norm import qk_norm_rope, rms_norm
 from rlk.ops.rope import rope_table
 from rlk.ops.swiglu import swiglu
 
@@ -234,11 +234,11 @@ class Qwen3:
         k_TGE = qk_norm_rope(k_TA.unflatten(-1, per_head), weights.k_norm, *rope, eps)
         o_THE = context.attend(i, q_THE, k_TGE, v_TA.unflatten(-1, per_head))
         partial_TD = linear_leaves(o_THE.flatten(1), weights.o, self.local_leaves)
-        residual_TD, normed_TD = add_rms_norm(reduce_from_tp(partial_TD, comm), residual_TD, weights.post_norm, eps)
+        residual_TD, normed_TD = reduce_add_rms_norm(partial_TD, residual_TD, weights.post_norm, eps, comm)
 
         gate_up_T2F = linear(copy_to_tp(normed_TD, comm), weights.gate_up)
         partial_TD = linear_leaves(swiglu(gate_up_T2F), weights.down, self.local_leaves)
-        return add_rms_norm(reduce_from_tp(partial_TD, comm), residual_TD, self._next_norms[i], eps)
+        return reduce_add_rms_norm(partial_TD, residual_TD, self._next_norms[i], eps, comm)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """FP32 logits over the whole padded vocabulary, [B, padded_vocab], on every rank; no gradient."""

@@ -6,6 +6,7 @@ is none, the run stops. In native mode the plain PyTorch `reference` runs. Both 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class Registry:
         return backend.function(*args, **kwargs)
 
     def _select(self, op: str, device: str, dtype: torch.dtype) -> Backend:
+        _load_backends(device)
         if op in self._overrides:
             return self._overrides[op]
         consistent = self.mode == "consistency"
@@ -89,6 +91,7 @@ class Registry:
         One that no device serves in that mode is left out: it belongs to the other mode alone, as the backward of an
         operator that torch differentiates by itself.
         """
+        _load_backends(device)
         served = {op: {device for b in backends if b.contract == (mode == "consistency") for device in b.devices}
                   for op, backends in self._backends.items()}
         return sorted(op for op, devices in served.items() if devices and device not in devices)
@@ -119,6 +122,12 @@ class Registry:
             for backends in self._backends.values() for b in backends for (device, dtype), calls in b.calls.items()
         ]
         return sorted(rows, key=lambda row: (row["op"], row["backend"], row["device"], row["dtype"]))
+
+
+def _load_backends(device: str) -> None:
+    """The operators' own files register what runs on a CPU; the GPU's backends come when a GPU is first asked for."""
+    if device == "cuda":
+        importlib.import_module("rlk.ops.gpu")
 
 
 registry = Registry()

@@ -1,23 +1,9 @@
 """The HIP kernels' gfx942 code objects, executed: the bytes of the host build, in both wave orders."""
 
-import itertools
-
 import numpy as np
 import pytest
 
-from tests.gfx942 import hip_runs
-from tests.gfx942.hip_runs import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    ORDERS,
-    STORED,
-    Emulated,
-    EmulatedGroup,
-    HostFibers,
-    draw_inputs,
-    expected_sum,
-)
+from tests.gfx942.hip_runs import BFLOAT16, FLOAT32, ORDERS, STORED, Emulated, HostFibers
 from tests.gfx942.numerics import same_bytes
 from tests.gfx942.retained_sets import INV_T, VOCAB, make_case
 
@@ -78,65 +64,3 @@ def test_tokens_are_those_of_the_host_build(gfx942, host):
     values = case.values.copy()
     values[case.row(3).start + 5] = np.nan
     assert gfx942.draw(values, case.offsets, case.ids, INV_T, 1, *keys)[3] == -1
-
-
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", STORED)
-def test_sum_over_ranks_is_the_tree(dtype, world):
-    """A few generations: changing data and sizes, in place or not, one workgroup or several."""
-    group, rng = EmulatedGroup(world, ORDERS[world % 4 == 0]), np.random.default_rng(world)
-    per_slice = group.slice_bytes // STORED[dtype].itemsize
-    for count, in_place in zip([1, 2 * per_slice + 3, 0, 7, per_slice], itertools.cycle([False, True])):
-        inputs = draw_inputs(rng, dtype, world, count)
-        for out in group.run(dtype, inputs, in_place):
-            assert same_bytes(out, expected_sum(dtype, inputs)), (count, in_place)
-
-
-def test_one_workgroup_takes_several_slices():
-    group, rng = EmulatedGroup(2, slice_bytes=128), np.random.default_rng(1)
-    inputs = draw_inputs(rng, FLOAT16, 2, 64 * 64 + 70)
-    for out in group.run(FLOAT16, inputs):
-        assert same_bytes(out, expected_sum(FLOAT16, inputs))
-
-
-def test_values_at_the_edges_of_fp16_round_as_numpy_does():
-    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
-    picked = every[np.isfinite(every)][::151]
-    pairs = [picked, picked[::-1].copy()]
-    for out in EmulatedGroup(2, slice_bytes=1024).run(FLOAT16, pairs):
-        assert same_bytes(out, expected_sum(FLOAT16, pairs))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_dead_rank_ends_the_others_with_the_failure_recorded(order):
-    group, count = EmulatedGroup(4, order, timeout_s=1e-6), 12
-    group.run(FLOAT32, [np.ones(count, np.float32)] * 4)
-    x, alive = group.device.put(np.ones(count, np.float32)), (0, 1, 3)
-    outs = {rank: group.device.put(np.full(count, 77, np.float32)) for rank in alive}
-    for _ in range(2):  # the second time broken workgroups return at once
-        group.device.launch_together([group.launch(rank, FLOAT32, x, outs[rank], count) for rank in alive])
-        for rank in alive:
-            assert (group.device.get(outs[rank], (count,), np.float32) == 77).all()
-            progress = group.progress(rank)[0]
-            failure = progress["failure"]
-            assert (progress["generation"], failure["generation"], failure["signal"]) == (1, 2, hip_runs.READY)
-            assert (failure["kind"], failure["peer"], failure["seen"]) == (hip_runs.TIMED_OUT, 2, 1) or (
-                failure["kind"] == hip_runs.PEER_CLOSED and failure["peer"] in alive)
-
-
-def test_closed_rank_is_not_waited_for():
-    group, count = EmulatedGroup(2, timeout_s=3600), 100
-    x = group.device.put(np.zeros(count, np.float32))
-    group.device.launch_together([group.close_launch(1), group.launch(0, FLOAT32, x, x, count)])
-    failures = group.progress(0)["failure"][:2]
-    assert (failures["kind"] == hip_runs.PEER_CLOSED).all() and (failures["peer"] == 1).all()
-
-
-def test_ranks_that_disagree_both_find_out():
-    group = EmulatedGroup(2, timeout_s=3600)
-    x = group.device.put(np.ones(16, np.float32))
-    group.device.launch_together([group.launch(0, FLOAT32, x, x, 16), group.launch(1, FLOAT32, x, x, 8)])
-    for rank, counts in enumerate([(16, 8), (8, 16)]):
-        failure = group.progress(rank)[0]["failure"]
-        assert (failure["kind"], failure["peer"]) == (hip_runs.MISMATCH, 1 - rank)
-        assert (failure["mine"]["count"], failure["theirs"]["count"]) == counts

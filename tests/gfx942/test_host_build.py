@@ -1,7 +1,6 @@
 """The HIP kernels on the host, one fiber per lane: right values, and one set of bits for all waves and orders."""
 
 import ctypes
-import itertools
 import subprocess
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from rlk.build import FLAGS, SOURCES
 from rlk.build.cpu import host_compiler
 from rlk.ops import logprob, sampler
-from tests.gfx942 import hip_runs
 from tests.gfx942.hip_runs import (
     BAD_DTYPE,
     BAD_SHAPE,
@@ -19,23 +17,17 @@ from tests.gfx942.hip_runs import (
     DEADLOCK,
     FLOAT16,
     FLOAT32,
-    MISALIGNED,
     ORDERS,
     STORED,
     WAVES,
     HostFibers,
-    HostGroup,
     LaunchError,
-    collective_bytes,
-    draw_inputs,
-    expected_sum,
 )
 from tests.gfx942.numerics import same_bytes
 from tests.gfx942.retained_sets import INV_T, VOCAB, make_case
 
 BUILDS = [(wave, order, seed) for wave in WAVES for order in ORDERS for seed in (0, 7)]
 BACKWARD = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}
-WORLDS = (1, 2, 4, 8)
 
 
 @pytest.fixture(params=BUILDS, ids=lambda build: f"wave{build[0]}-{build[1]}{'-uneven' if build[2] else ''}")
@@ -166,124 +158,6 @@ def test_row_without_finite_logits_draws_nothing(fibers, bad):
     zeros = np.zeros(3, np.int64)
     tokens = fibers.draw(values, case.offsets, case.ids, INV_T, 5, zeros, zeros)
     assert (tokens < 0).tolist() == [False, True, False] and tokens[1] == -1
-
-
-# ---- all-reduce ----
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", STORED)
-def test_sum_over_ranks_is_the_tree(fibers, dtype, world):
-    """Many generations: changing data and sizes, in place or not, one to 64 workgroups, one slice or several each."""
-    group, rng = HostGroup(fibers, world), np.random.default_rng(world)
-    per_slice = group.slice_bytes // STORED[dtype].itemsize
-    sizes = [1, 7, per_slice, per_slice + 1, 0, 3 * per_slice - 1, 5]
-    if fibers.order == (0, 0):  # a whole round of all slices and a piece of the next
-        sizes.append(64 * per_slice + per_slice + 3)
-    for count, in_place in zip(sizes, itertools.cycle([False, True])):
-        inputs = draw_inputs(rng, dtype, world, count)
-        expected = expected_sum(dtype, inputs)
-        for out in group.run(dtype, inputs, in_place):
-            assert same_bytes(out, expected), (count, in_place)
-
-
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_ranks_that_run_ahead_never_read_half_written_staging(seed):
-    """Calls queue up on each rank's stream; ranks and lanes advance unevenly."""
-    world, calls, rng = 4, 30, np.random.default_rng(seed)
-    group = HostGroup(HostFibers(32, ORDERS[seed % 2], seed), world, slice_bytes=128)
-    queued = []
-    for _ in range(calls):
-        inputs = draw_inputs(rng, FLOAT32, world, int(rng.integers(1, 150)))
-        queued.append((inputs, [np.full_like(x, 77) for x in inputs]))
-    with group.fibers.together():
-        for rank in range(world):
-            for inputs, outs in queued:
-                group.all_reduce(rank, FLOAT32, inputs[rank], outs[rank])
-    for inputs, outs in queued:
-        for out in outs:
-            assert same_bytes(out, expected_sum(FLOAT32, inputs))
-
-
-def test_values_at_the_edges_of_fp16_round_as_numpy_does(fibers):
-    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
-    finite = every[np.isfinite(every)]
-    picked = finite[::61][:1000]
-    pairs = [picked, picked[::-1].copy()]
-    for out in HostGroup(fibers, 2).run(FLOAT16, pairs):
-        assert same_bytes(out, expected_sum(FLOAT16, pairs))
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_dead_rank_ends_the_others_with_the_failure_recorded(fibers, world):
-    group, dead = HostGroup(fibers, world, timeout_s=0.03), world - 2
-    group.run(FLOAT32, [np.ones(12, np.float32)] * world)
-    xs, outs = np.ones((world, 12), np.float32), np.full((world, 12), 77, np.float32)
-    with group.fibers.together():
-        for rank in range(world):
-            if rank != dead:
-                group.all_reduce(rank, FLOAT32, xs[rank], outs[rank])
-    assert (outs == 77).all()
-    kinds = set()
-    for rank in set(range(world)) - {dead}:
-        progress = group.progress(rank)[0]
-        failure = progress["failure"]
-        assert progress["generation"] == 1 and failure["generation"] == 2
-        assert failure["signal"] == hip_runs.READY
-        kinds.add(int(failure["kind"]))
-        if failure["kind"] == hip_runs.TIMED_OUT:
-            assert failure["peer"] == dead and failure["seen"] == 1
-        else:  # it was told by one that had timed out
-            assert failure["kind"] == hip_runs.PEER_CLOSED and failure["peer"] not in (rank, dead)
-    assert hip_runs.TIMED_OUT in kinds
-    with group.fibers.together():  # a broken workgroup takes no further part: no second time-out, nothing written
-        for rank in range(world):
-            if rank != dead:
-                group.all_reduce(rank, FLOAT32, xs[rank], outs[rank])
-    assert (outs == 77).all() and group.progress((dead + 1) % world)[0]["generation"] == 1
-
-
-def test_closed_rank_is_not_waited_for(fibers):
-    group = HostGroup(fibers, 2, timeout_s=3600)
-    group.run(BFLOAT16, draw_inputs(np.random.default_rng(0), BFLOAT16, 2, 5))
-    x = np.zeros(600, np.uint16)  # five slices
-    with group.fibers.together():
-        group.close(1)
-        group.all_reduce(0, BFLOAT16, x, x)
-    failures = group.progress(0)["failure"][:5]
-    assert (failures["kind"] == hip_runs.PEER_CLOSED).all() and (failures["peer"] == 1).all()
-    assert failures["seen"].tolist() == [1, 0, 0, 0, 0] and failures["generation"].tolist() == [2, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("theirs", [(FLOAT32, 4), (BFLOAT16, 8)], ids=["size", "dtype"])
-def test_ranks_that_disagree_both_find_out(fibers, theirs):
-    group, calls = HostGroup(fibers, 2, timeout_s=3600), [(FLOAT32, 8), theirs]
-    xs = [np.ones(count, STORED[dtype]) for dtype, count in calls]
-    with group.fibers.together():
-        for rank, (dtype, _) in enumerate(calls):
-            group.all_reduce(rank, dtype, xs[rank], xs[rank])
-    for rank, mine in enumerate(calls):
-        failure = group.progress(rank)[0]["failure"]
-        assert failure["kind"] == hip_runs.MISMATCH and failure["peer"] == 1 - rank
-        for side, (dtype, count) in (("mine", mine), ("theirs", calls[1 - rank])):
-            assert failure[side].tolist() == (hip_runs.ALL_REDUCE, dtype, count)
-
-
-def test_wrong_collective_arguments_are_refused():
-    group, x = HostGroup(HostFibers(), 2), np.zeros(64, np.float32)
-    for wrong, code in (((0, 9, x, x), BAD_DTYPE), ((0, FLOAT32, x[1:], x), MISALIGNED),
-                        ((0, FLOAT32, x, x[1:]), MISALIGNED)):
-        with pytest.raises(LaunchError) as caught:
-            group.all_reduce(*wrong)
-        assert caught.value.code == code
-    for field, value in (("world", 3), ("rank", 2), ("slice_bytes", 100)):
-        group = HostGroup(HostFibers(), 2)
-        setattr(group.ranks[0], field, value)
-        with pytest.raises(LaunchError) as caught:
-            group.all_reduce(0, FLOAT32, x, x)
-        assert caught.value.code == BAD_SHAPE
-    with pytest.raises(LaunchError):
-        collective_bytes(100)
 
 
 # ---- the fibers themselves ----
