@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from rlk.build import KERNELS, SOURCES
+from rlk.build import KERNELS, SOURCES, fingerprint
 from rlk.build.resources import Resources
 from rlk.errors import CheckFailed, UsageError
 
@@ -72,13 +72,14 @@ def triton_gates() -> dict[str, GateTable]:
     return read_gates(sorted((KERNELS / "gates").glob("*.toml")))
 
 
-def hip_gate_files() -> list[Path]:
-    return sorted((SOURCES / "gpu").glob("*.toml"))
+def hip_gates_fingerprint() -> str:
+    """SHA-256 over the gates of the HIP kernels."""
+    return fingerprint((SOURCES / "gpu").glob("*.toml"), SOURCES)
 
 
 def hip_gates() -> dict[str, GateTable]:
     """The gates of the HIP kernels by kernel, from hipkernels/gpu/*.toml."""
-    return read_gates(hip_gate_files())
+    return read_gates(sorted((SOURCES / "gpu").glob("*.toml")))
 
 
 def read_gates(paths: Iterable[Path]) -> dict[str, GateTable]:

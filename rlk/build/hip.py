@@ -14,13 +14,12 @@ from rlk.build import (
     FLAGS,
     SOURCES,
     build_lock,
-    fingerprint,
     run_compiler,
     source_fingerprint,
     translation_units,
 )
 from rlk.build.cpu import remove_others
-from rlk.build.gates import check_all, hip_gate_files, hip_gates, require
+from rlk.build.gates import check_all, hip_gates, hip_gates_fingerprint, require
 from rlk.build.resources import hip_resources
 from rlk.build.rocm import find_toolchain
 
@@ -56,7 +55,7 @@ def build_hip(verbose: bool = False) -> HipBuild:
     code_objects = tuple(FOLDER / f"{unit.stem}.hsaco" for unit in with_kernels)
     result, manifest = HipBuild(library, code_objects, toolchain.name), FOLDER / "manifest.json"
     made = {"library": library.name, "code_objects": [path.name for path in code_objects], "compiler": toolchain.name,
-            "gates": fingerprint(hip_gate_files(), SOURCES)}
+            "gates": hip_gates_fingerprint()}
     with build_lock(FOLDER):
         if _up_to_date(result, manifest, made):
             return result
