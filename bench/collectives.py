@@ -27,14 +27,18 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from record import write_result
 
-from rlk.collectives import ipc
+from rlk.collectives import ipc, routes
 from rlk.collectives.tree import tree_sum
 from rlk.ops import gpu_library
 from rlk.ops.norm import add_rms_norm
 
 CALLS, WARM_UP, REPLAYS, ROUNDS = 50, 3, 12, 2  # two rounds of two orders: 48 samples an arm
-SIZES = {"64k": 64 << 10, "128k": 128 << 10, "512k": 512 << 10, "1m": 1 << 20, "4m": 4 << 20, "32m": 32 << 20}
-ONE_SHOT, TWO_SHOT = 1 << 40, 0
+SIZES = {"8k": 8 << 10, "64k": 64 << 10, "128k": 128 << 10, "256k": 256 << 10, "512k": 512 << 10,
+         "1m": 1 << 20, "4m": 4 << 20, "32m": 32 << 20}
+EVERY = routes.EVERY_SIZE
+ROUTES = {"pushed": routes.Limits(EVERY, EVERY), "one_shot": routes.Limits(-1, EVERY),
+          "two_shot": routes.Limits(-1, -1)}
+MOST_PUSHED = 512 << 10
 SCALE = 2.0**-80  # in place CALLS times, sums grow by world ** CALLS
 T, D = 8, 4096  # rows and columns of the fused norm
 LIMIT_S = 540
@@ -61,29 +65,29 @@ def reduce_arms(comm: ipc.IpcCommunicator, size: int, group: dist.ProcessGroup) 
     symmetric.rendezvous(shared, group)
     operations, name = torch.ops.symm_mem, group.group_name
 
-    def ours(one_shot_bytes: int):
+    def ours(limits: routes.Limits):
         def call():
-            comm.one_shot_bytes = one_shot_bytes
+            comm.limits = limits
             return comm.all_reduce(x, x)
 
         return call
 
     arms = [
-        Arm("ours_one_shot", ours(ONE_SHOT), lambda: x.copy_(source), True),
-        Arm("ours_two_shot", ours(TWO_SHOT), lambda: x.copy_(source), True),
+        *(Arm(f"ours_{route}", ours(limits), lambda: x.copy_(source), True) for route, limits in ROUTES.items()
+          if route != "pushed" or size <= MOST_PUSHED),
         Arm("nccl", lambda: dist.all_reduce(theirs, group=group) or theirs, lambda: theirs.copy_(source), False),
         Arm("symm_mem_one_shot", lambda: operations.one_shot_all_reduce(shared, "sum", name),
             lambda: shared.copy_(source), False),
         Arm("symm_mem_two_shot", lambda: operations.two_shot_all_reduce_(shared, "sum", name),
             lambda: shared.copy_(source), False),
     ]
-    if size <= ipc.DIRECT_BYTES:
+    if size <= ipc.SIZES.direct:
         slots = [comm.staging((count,), torch.bfloat16, slot) for slot in range(2)]
         out, turn = torch.empty_like(source), [0]
 
         def staged():
             turn[0] += 1
-            comm.one_shot_bytes = ONE_SHOT
+            comm.limits = ROUTES["one_shot"]
             return comm.all_reduce_staged(slots[turn[0] % 2], out)
 
         arms.append(Arm("ours_direct", staged, lambda: [slot.copy_(source) for slot in slots], True))
@@ -152,13 +156,13 @@ def measure(arms: list[Arm], group: dist.ProcessGroup) -> dict[str, float]:
     return {name: median(times) for name, times in samples.items()}
 
 
-def fused_arms(comm: ipc.IpcCommunicator) -> list[Arm]:
+def fused_arms(comm: ipc.IpcCommunicator, limits: routes.Limits) -> list[Arm]:
     """The bare all-reduce of [T, D] partial sums, with the norm in the same kernel, and with the norm after it."""
+    comm.limits = limits
     generator = torch.Generator().manual_seed(comm.rank)
     partial, residual = torch.randn(T, D, generator=generator), torch.randn(T, D)
     partial, residual = partial.to(comm.device), residual.bfloat16().to(comm.device)
     w, out, eps = torch.ones(D, device=comm.device).bfloat16(), torch.empty_like(partial), 1e-6
-    comm.one_shot_bytes = ONE_SHOT
     composed = add_rms_norm(comm.all_reduce(partial), residual, w, eps)
     fused = comm.all_reduce_add_rms_norm(partial, residual, w, eps)
     comm.check()
@@ -193,8 +197,8 @@ def rank_main(rank: int, world: int, folder: str) -> None:
                             device_id=torch.device("cuda", rank))
     group = dist.group.WORLD
     comm = ipc.connect(group, 30.0)
-    threshold = comm.one_shot_bytes
-    chosen = {name: "one_shot" if size <= threshold else "two_shot" for name, size in SIZES.items()}
+    limits, names = comm.limits, {routes.PUSHED: "pushed", routes.ONE_SHOT: "one_shot", routes.TWO_SHOT: "two_shot"}
+    chosen = {name: names[limits.route(size)] for name, size in SIZES.items()}
     microseconds = {}
     for name, size in SIZES.items():
         arms, source = reduce_arms(comm, size, group)
@@ -204,7 +208,7 @@ def rank_main(rank: int, world: int, folder: str) -> None:
         comm.check()
         if rank == 0:
             print(name, {arm: round(value, 2) for arm, value in microseconds[name].items()}, flush=True)
-    norm = measure(fused_arms(comm), group)
+    norm = measure(fused_arms(comm, limits), group)
     comm.check()
     if rank == 0:
         name = "collectives" if world == 2 else f"collectives-x{world}"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from rlk.collectives import routes
+from rlk.collectives.ipc_library import SIZES, segment_bytes
 from rlk.config import RunConfig
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
@@ -69,6 +71,8 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
     if config.engine_tp != topology.tp:
         items["engine's own weights"] = local_parameters(model, config.engine_tp) * width
     items["activations"] = activation_bytes(config, model, topology, tokens, width)
+    if config.device == "cuda":
+        items["collectives"] = sum(segment_bytes(SIZES, world) for world in _ipc_groups(topology))
     rows = max(min(tokens, CHUNK_TOKENS), config.max_running)
     items["logits"] = 4 * rows * 4 * model.padded_vocab  # fp32; the whole row is sorted in sampling, with its indices
 
@@ -86,6 +90,13 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
     pages = min(wanted, allowed)
     items["KV pages"] = pages * page_bytes
     return MemoryPlan(items, available, pages)
+
+
+def _ipc_groups(topology: Topology) -> list[int]:
+    """Ranks of each of this rank's communicators that GPU IPC may serve: those that topology.connect makes."""
+    prompt = {tuple(ranks) for ranks in (topology.tp_ranks, topology.cp_ranks, topology.engine_ranks)}
+    patient = {tuple(ranks) for ranks in (topology.grad_ranks, topology.world_ranks)}
+    return [len(ranks) for ranks in (*prompt, *patient) if len(ranks) in routes.WORLDS]
 
 
 def local_parameters(model: ModelConfig, tp: int) -> int:

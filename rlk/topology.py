@@ -111,9 +111,17 @@ class Groups:
     rollout: Communicator
     world: Communicator
 
+    def check(self) -> None:
+        """Wait for all calls so far and raise CheckFailed when one went wrong: what they gave may be used only then."""
+        for communicator in self._all():
+            communicator.check()
+
     def close(self) -> None:
-        for communicator in (self.rollout, self.cp, self.grad, self.tp, self.world):
+        for communicator in self._all():
             communicator.close()
+
+    def _all(self) -> tuple[Communicator, ...]:
+        return self.rollout, self.cp, self.grad, self.tp, self.world
 
 
 def connect(topology: Topology, device: str, mode: str, timeout_s: float) -> Groups:

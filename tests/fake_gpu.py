@@ -12,6 +12,7 @@ import torch
 
 from rlk.collectives import ipc
 from rlk.collectives.failure import Failure
+from rlk.collectives.ipc_library import Sizes
 from rlk.ops import gpu_library
 
 SIZE = {0: 4, 1: 2, 2: 2}  # bytes of a dtype that can be summed
@@ -58,7 +59,7 @@ class FakeGpu:
         self.memory[address] = block
         return address
 
-    def do_collective_bytes(self, slice_bytes, direct_bytes, segment, progress, failure):
+    def do_collective_bytes(self, slice_bytes, direct_bytes, push_bytes, world, segment, progress, failure):
         segment.value, progress.value, failure.value = slice_bytes + 2 * direct_bytes, 64, ctypes.sizeof(Failure)
 
     def do_direct_offset(self, slice_bytes, direct_bytes, slot, offset):
@@ -130,12 +131,12 @@ def install(monkeypatch, gpu) -> FakeCuda:
 class OwnMemory:
     """A PeerMemory of one process; its tensors are the CPU's. `peers` are the segments of the others."""
 
-    def __init__(self, library, rank: int, segments: list[int], slice_bytes: int, direct_bytes: int) -> None:
+    def __init__(self, library, rank: int, segments: list[int], sizes: Sizes) -> None:
         self.rank, self.world, self.names = rank, len(segments), [10 + i for i in range(len(segments))]
         self.device = torch.device("cpu")
-        self.slice_bytes, self.direct_bytes, self.library = slice_bytes, direct_bytes, library
+        self.sizes, self.library = sizes, library
         self.segments = segments
-        _, progress, failure = library.collective_bytes(slice_bytes, direct_bytes)
+        _, progress, failure = library.collective_bytes(sizes, self.world)
         self.progress = library.memory_create(progress)
         pinned, self.failure_address = library.pinned_create(failure)
         self.failure = Failure.from_address(pinned)

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from rlk.collectives.objects import all_gather_object
+from rlk.collectives.routes import EVERY_SIZE, Limits
 from rlk.collectives.tree import tree_sum
 from rlk.errors import CheckFailed
 from rlk.ops.norm import add_rms_norm
 from tests.collective_cases import SUM_DTYPES, check_all_reduce, inputs, mismatch, mixed_calls, same_bytes
 
-ONE_SHOT, TWO_SHOT = 1 << 40, 0  # values of one_shot_bytes that send every message one way
+# Limits that send every message one way; what is too large to be pushed goes one-shot.
+PUSHED, ONE_SHOT, TWO_SHOT = (Limits(*limits) for limits in ((EVERY_SIZE, EVERY_SIZE), (-1, EVERY_SIZE), (-1, -1)))
 
 
 class Moved:
@@ -57,8 +59,8 @@ class Moved:
         return (whole_gpu, part_gpu) if whole is x else (part_gpu, whole_gpu)
 
 
-def mixed(comm, one_shot_bytes, rounds, largest) -> None:
-    comm.one_shot_bytes = one_shot_bytes
+def mixed(comm, limits, rounds, largest) -> None:
+    comm.limits = limits
     mixed_calls(Moved(comm), rounds=rounds, max_delay_s=0.01, with_many=True)
     mixed_calls(Moved(comm), rounds=10, seed=1, largest=largest)
     for dtype in SUM_DTYPES:
@@ -144,8 +146,8 @@ class Calls:
             torch.testing.assert_close(results["y"], y, rtol=0.01, atol=1e-3)
 
 
-def eager_calls(comm, one_shot_bytes, rounds) -> None:
-    comm.one_shot_bytes = one_shot_bytes
+def eager_calls(comm, limits, rounds) -> None:
+    comm.limits = limits
     calls = Calls(comm)
     for _ in range(rounds):
         data = calls.change()

@@ -33,6 +33,8 @@ static_assert(sizeof(Control) <= kStagingOffset, "the control block overlaps the
 struct HostMemory {
   uint64_t poll(const uint64_t* word) const { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
   void acquire() const {}  // every poll has acquired
+  uint64_t load(const uint64_t* word) const { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+  void store(uint64_t* word, uint64_t value) const { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
   void store_release(uint64_t* word, uint64_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
   uint64_t clock_ns() const {
     timespec now;
@@ -76,14 +78,14 @@ struct Communicator {
     ++generation;
     Control& mine = *group.control[group.rank];
     for (int peer = 0; peer < group.world; ++peer)
-      if (!wait_until_released(memory, group.peer(peer), generation, &failure)) return kTimeout;
+      if (!wait_until_released(memory, group.peer(peer), generation - 1, &failure)) return kTimeout;
     stage(group.staging[group.rank]);
-    describe_call(mine, call);
+    describe_call(memory, mine, generation, call);
     publish_ready(memory, mine, generation);
     for (int peer = 0; peer < group.world; ++peer)
       if (!wait_until_staged(memory, group.peer(peer), generation, &failure)) return kTimeout;
     for (int peer = 0; peer < group.world; ++peer)
-      if (!compare_calls(group.peer(peer), generation, call, &failure)) return kTimeout;
+      if (!compare_calls(memory, group.peer(peer), generation, call, &failure)) return kTimeout;
     read();
     publish_done(memory, mine, generation);
     return kOk;

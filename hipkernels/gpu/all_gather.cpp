@@ -3,7 +3,7 @@
 // LAYOUT. Segments as in segment.h; out is [world][bytes], rank by rank. The input of `bytes` is cut into slices
 // (cut_message); with G workgroups, b takes the slices b, b + G, ..
 //
-// ROLES. One generation a slice: all lanes stage it, then copy the slices of all ranks, whose vectors are counted through.
+// ROLES. One generation a slice: all lanes stage it, then copy those of all ranks, whose vectors are counted through.
 // Waiting and publishing: segment.h.
 //
 // REDUCTION ORDER. None: bytes move.
@@ -44,7 +44,8 @@ __global__ void RLK_LANES(kLanes)
     for_vectors<4>(0, vectors * World, load, [&](uint32_t i, const Vector16& v) {
       const uint32_t rank = i / vectors, at = i % vectors * kVector;
       char* to = out + uint64_t(rank) * bytes + first + at;
-      if (to != x + first + at) store_bytes(to, v, n - at < kVector ? n - at : kVector);  // x may be its own place in out
+      if (to == x + first + at) return;  // x may be its own place in out
+      store_bytes(to, v, n - at < kVector ? n - at : kVector);
     });
     exchange.finish();
     first += group_count() * slice;
@@ -56,8 +57,8 @@ __global__ void RLK_LANES(kLanes)
 
 using namespace rlk;
 
-// out[r] = x of rank r, `count` elements of `element_size` bytes each; x may be out[rank]. The dtype's code and the count
-// are only compared with the peers'.
+// out[r] = x of rank r, `count` elements of `element_size` bytes each; x may be out[rank]. The dtype's code and the
+// count are only compared with the peers'.
 RLK_EXPORT int rlk_gpu_all_gather(const Ranks* ranks, Progress* progress, int element_size, int dtype, const void* x,
                                   void* out, int64_t count, void* stream) {
   if (!is_valid(*ranks) || count < 0 || element_size <= 0) return kBadShape;

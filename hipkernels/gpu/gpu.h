@@ -2,15 +2,17 @@
 // (g++ -DRLK_HOST_FIBERS -DRLK_WAVE=32 or 64; host_fibers.h). This header gives the words in which they differ.
 //
 //   kWave                                lanes that run in step and can shuffle
-//   shuffle_down(x, n), shuffle_xor(x, n)  x of the lane n above in the wave, or of lane ^ n; all its lanes must call it
+//   shuffle_down(x, n), shuffle_xor(x, n)  x of the lane n above in the wave, or of lane ^ n; all lanes must call it
 //   RLK_SHARED(Type, name)               one Type for the workgroup, in LDS (CUDA: shared memory), uninitialised
 //   Vector16, load16, store16            128 bits at a time of global memory; addresses are multiples of 16
 //   settle_stores()                      this lane's stores have left for memory that the workgroup's lanes share
 //   SystemMemory                         the memory policy of collective_protocol.h; claim(word): for its first caller
-//                                        true (the word was 0 and is 1 now)
+//                                        true (the word was 0 and is 1 now); load_pair, store_pair: load and store for
+//                                        two words side by side, each in one piece
 //   RLK_UNSET                            after a variable: not set before its first use, which g++ would not believe
 //   RLK_LAUNCH(kernel, grid, block, stream, arguments...)  an Error code
-//   lane_index, group_index, group_count   of the lane in its workgroup, of the workgroup in its grid
+//   lane_index, lane_count               of the lane in its workgroup
+//   group_index, group_count             of the workgroup in its grid
 // `__global__` and `__syncthreads()` are the same words everywhere.
 #pragma once
 #include <cstdint>
@@ -28,12 +30,10 @@
 
 #if defined(RLK_HOST_FIBERS)
 #define RLK_LANES(lanes)
-#define RLK_UNROLL
 #define RLK_UNSET = {}
 #else
 #define RLK_LANES(lanes) __launch_bounds__(lanes)
 #define RLK_UNSET
-#define RLK_UNROLL _Pragma("unroll")
 #define RLK_SHARED(Type, name) __shared__ Type name
 #define RLK_LAUNCH(kernel, grid, block, stream, ...) \
   (kernel<<<dim3(unsigned(grid)), dim3(block), 0, static_cast<rlk::Stream>(stream)>>>(__VA_ARGS__), rlk::launch_error())
@@ -47,9 +47,13 @@ namespace rlk {
 struct alignas(16) Vector16 {
   uint32_t word[4];
 };
+struct Pair64 {
+  uint64_t first, second;
+};
 
 #if !defined(RLK_HOST_FIBERS)
 __device__ inline int lane_index() { return int(threadIdx.x); }
+__device__ inline int lane_count() { return int(blockDim.x); }
 __device__ inline int group_index() { return int(blockIdx.x); }
 __device__ inline int group_count() { return int(gridDim.x); }
 #endif
@@ -59,6 +63,7 @@ __device__ inline int group_count() { return int(gridDim.x); }
 constexpr int kWave = RLK_WAVE;
 
 inline int lane_index() { return fibers::scheduler.lane; }
+inline int lane_count() { return fibers::scheduler.group->launch->block; }
 inline int group_index() { return fibers::scheduler.group->index; }
 inline int group_count() { return fibers::scheduler.group->launch->grid; }
 inline uint32_t shuffle_word_down(uint32_t x, int lanes) { return fibers::shuffle(x, fibers::scheduler.lane + lanes); }
@@ -71,6 +76,10 @@ inline void settle_stores() {}
 struct SystemMemory {
   uint64_t poll(const uint64_t* word) const { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
   void acquire() const {}
+  uint64_t load(const uint64_t* word) const { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+  void store(uint64_t* word, uint64_t value) const { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+  Pair64 load_pair(const uint64_t* words) const { return {load(words), load(words + 1)}; }
+  void store_pair(uint64_t* words, Pair64 pair) const { store(words, pair.first), store(words + 1, pair.second); }
   void store_release(uint64_t* word, uint64_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
   bool claim(uint64_t* word) const { return __atomic_exchange_n(word, 1, __ATOMIC_RELAXED) == 0; }
   void pause(uint64_t polls) const {
@@ -103,10 +112,19 @@ __device__ inline void store16(void* address, Vector16 v) {
 __device__ inline void settle_stores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
 
 struct SystemMemory {
-  // Relaxed, because every acquiring poll would invalidate the caches again.
-  __device__ uint64_t poll(const uint64_t* word) const {
+  __device__ uint64_t load(const uint64_t* word) const {
     return __hip_atomic_load(word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
   }
+  __device__ void store(uint64_t* word, uint64_t value) const {
+    __hip_atomic_store(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+  }
+  __device__ Pair64 load_pair(const uint64_t* words) const { return {load(words), load(words + 1)}; }
+  __device__ void store_pair(uint64_t* words, Pair64 pair) const {
+    store(words, pair.first);
+    store(words + 1, pair.second);
+  }
+  // Relaxed, because every acquiring poll would invalidate the caches again.
+  __device__ uint64_t poll(const uint64_t* word) const { return load(word); }
   __device__ void acquire() const { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
   __device__ void store_release(uint64_t* word, uint64_t value) const {
     __hip_atomic_store(word, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
@@ -145,6 +163,22 @@ struct SystemMemory {
     return value;
   }
   __device__ void acquire() const {}  // every poll has acquired
+  __device__ uint64_t load(const uint64_t* word) const {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+  }
+  __device__ void store(uint64_t* word, uint64_t value) const {
+    asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+  }
+  __device__ Pair64 load_pair(const uint64_t* words) const {
+    Pair64 pair;
+    asm volatile("ld.relaxed.sys.v2.u64 {%0, %1}, [%2];" : "=l"(pair.first), "=l"(pair.second) : "l"(words) : "memory");
+    return pair;
+  }
+  __device__ void store_pair(uint64_t* words, Pair64 pair) const {
+    asm volatile("st.relaxed.sys.v2.u64 [%0], {%1, %2};" ::"l"(words), "l"(pair.first), "l"(pair.second) : "memory");
+  }
   __device__ void store_release(uint64_t* word, uint64_t value) const {
     asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
   }

@@ -46,17 +46,6 @@ template <class T> RLK_DEVICE inline Position position_of(const Parts& parts, ui
   return {part, element, left < kPerVector<T> ? int(left) : kPerVector<T>};
 }
 
-// What lies at `at`, of a multiple of T's size, as a vector; zeroes where there is nothing.
-template <class T> RLK_DEVICE inline Vector16 load_elements(const char* at, int elements) {
-  if (elements == kPerVector<T> && reinterpret_cast<uintptr_t>(at) % kVector == 0) return load16(at);
-  Vector16 v = {};
-  RLK_UNROLL
-  for (int j = 0; j < kPerVector<T>; ++j)
-    if (j < elements)
-      v.word[j * sizeof(T) / 4] |= uint32_t(reinterpret_cast<const BitsOf<T>*>(at)[j]) << 8 * (j * sizeof(T) % 4);
-  return v;
-}
-
 }  // namespace
 
 template <class T, int World>

@@ -28,12 +28,13 @@ extern "C" __global__ void RLK_LANES(kWave) close_segment(Ranks ranks) {
 
 using namespace rlk;
 
-// Bytes of a rank's segment, of its progress and of the host's failure record; all start as zeroes, before any peer uses
-// them. Both arguments are multiples of 128.
-RLK_EXPORT int rlk_gpu_collective_bytes(int64_t slice_bytes, int64_t direct_bytes, int64_t* segment, int64_t* progress,
-                                        int64_t* failure) {
-  if (slice_bytes <= 0 || direct_bytes < 0 || slice_bytes % kCacheLine || direct_bytes % kCacheLine) return kBadShape;
-  *segment = int64_t(kSlicesOffset) + kMostGroups * slice_bytes + kSlots * direct_bytes;
+// Bytes of a rank's segment, of its progress and of the host's failure record; all start as zeroes, before any peer
+// uses them. The sizes in bytes are multiples of 128.
+RLK_EXPORT int rlk_gpu_collective_bytes(int64_t slice_bytes, int64_t direct_bytes, int64_t push_bytes, int world,
+                                        int64_t* segment, int64_t* progress, int64_t* failure) {
+  if (slice_bytes <= 0 || direct_bytes < 0 || push_bytes < 0) return kBadShape;
+  if (!are_valid(slice_bytes, direct_bytes, push_bytes, world)) return kBadShape;
+  *segment = int64_t(receive_offset(slice_bytes, direct_bytes)) + 4 * push_bytes * world * kMostGroups;
   *progress = sizeof(Progress);
   *failure = sizeof(Failure);
   return kOk;
@@ -42,7 +43,7 @@ RLK_EXPORT int rlk_gpu_collective_bytes(int64_t slice_bytes, int64_t direct_byte
 // Where the slot begins in a segment.
 RLK_EXPORT int rlk_gpu_direct_offset(int64_t slice_bytes, int64_t direct_bytes, int slot, int64_t* offset) {
   if (slot < 0 || slot >= kSlots) return kBadShape;
-  *offset = int64_t(kSlicesOffset) + kMostGroups * slice_bytes + slot * direct_bytes;
+  *offset = int64_t(slots_offset(slice_bytes)) + slot * direct_bytes;
   return kOk;
 }
 

@@ -5,11 +5,15 @@
 //   mailboxes   Control [kMostGroups][kMostRanks]   [b][s]: written by workgroup b of rank s, polled here
 //   slices      [kMostGroups][slice_bytes]          the staging area of workgroup b
 //   slots       [kSlots][direct_bytes]              direct staging, filled by the kernel before the collective
-// Workgroup b of every rank uses mailboxes [b] and slice b and nothing else, so it only ever waits for its namesakes on
-// the other ranks. Workgroup 0 takes part in every call. Private to a rank, in its own device memory: Progress.
+//   receive     [kMostGroups][2][world][2 * push_bytes]  [b][g % 2][s]: pushed by workgroup b of rank s in generation g
+// Workgroup b of every rank uses mailboxes [b], slice b and receive areas [b] and nothing else, so it only ever waits
+// for its namesakes on the other ranks. Workgroup 0 takes part in every call. Private to a rank, in its own device
+// memory: Progress.
 //
-// ROLES. Lane p of the first wave serves peer p: it waits for its signals, here, and publishes this rank's to it, there.
-// Barriers join the lanes: what lane p has acquired all may read, what all have staged or read lane p publishes.
+// ROLES. One lane serves one peer: it waits for its signals, here, and publishes this rank's to it, there. Where data
+// are pulled these are the first lanes; barriers join all: what lane p has acquired all may read, what all have staged
+// or read lane p publishes. Where data are pushed they are the first lanes of one more wave, so that they wait for the
+// peers' calls while the others wait for the data.
 //
 // FAILURE. The lane that finds one records it; when its workgroup ends it tells the host, and closes all of this rank's
 // mailboxes, so that the other workgroups, here and there, need not time out as well. A workgroup that has failed takes
@@ -25,17 +29,19 @@ constexpr int kMostGroups = 128;
 constexpr int kSlots = 2;
 constexpr int kLanes = 256;
 constexpr uint64_t kLeastSlice = 4096;  // bytes: a vector per lane
+constexpr uint64_t kMostPush = 1 << 20;
 
 // The group as one rank sees it; a kernel argument.
 struct Ranks {
   char* segment[kMostRanks];
   int32_t rank, world;
-  uint64_t slice_bytes, direct_bytes, timeout_ns;
+  uint64_t slice_bytes, direct_bytes, push_bytes, timeout_ns;
   void* host_failure;  // a Failure in host memory that this GPU can write
 };
 
 struct alignas(kCacheLine) GroupProgress {
   uint64_t generation;  // the last one finished
+  uint64_t released;    // the last one of which done was published: a pushed one does not
   int64_t used_slot;    // of workgroup 0: 1 + the slot of the last call, 0 if it had none
   Failure failure;      // why this workgroup takes no further part
 };
@@ -63,33 +69,43 @@ RLK_DEVICE inline char* segment_of(const Ranks& ranks, int rank) {
   return segment;
 }
 
-// What the lanes that serve peers tell the others, in LDS. The addresses may be read after the first begin(); they are
-// here because the registers that hold kernel arguments are few.
+// What the lanes that serve peers tell the others, in LDS; and what is rarely read of the arguments, because the
+// registers that hold these are few.
 struct Board {
-  uint64_t failed;  // a byte per lane
+  uint64_t failed;  // a byte per peer
+  uint32_t stop;    // not 0: a lane has failed, and nobody need wait any longer
+  uint32_t late;    // 1 + the peer whose data came too late, 0 if none
+  uint64_t timeout_ns;
+  void* host_failure;
   char* segment[kMostRanks];
 };
 
 // Of a lane. What it has found is in its workgroup's GroupProgress; broken is who only knows that something was.
 enum LaneState : int { kFine, kFound, kBroken };
 
-// A workgroup's way through the generations of one call. All lanes make the same calls of its functions.
+// A workgroup's way through the generations of one call. All lanes make the same calls of its functions. Lane
+// `first_server` + p serves peer p.
 class Exchange {
  public:
-  RLK_DEVICE Exchange(const Ranks& ranks, Progress& progress, Board& board, const Call& call)
-      : ranks_(ranks), progress_(progress), mine_(progress.group[group_index()]), board_(board), call_(call) {
-    const int lane = lane_index();
+  RLK_DEVICE Exchange(const Ranks& ranks, Progress& progress, Board& board, const Call& call, int first_server = 0)
+      : progress_(progress), mine_(progress.group[group_index()]), board_(board), call_(call),
+        seat_(lane_index() - first_server) {
     generation_ = mine_.generation;
-    const bool serves = lane < ranks.world && lane != ranks.rank;
-    char* segment = segment_of(ranks, lane);
-    if (lane < kMostRanks) board.segment[lane] = segment;
-    outbox_ = serves ? mailbox(segment, group_index(), ranks.rank) : nullptr;
-    inbox_ = mailbox(segment_of(ranks, ranks.rank), group_index(), lane);
-    // Only lane 0 looks whether another workgroup has failed: this may change at any time, and all must see the same.
-    const bool broken = mine_.failure.kind != kNoFailure || (lane == 0 && progress.host.reported != 0);
+    const bool serves = seat_ >= 0 && seat_ < ranks.world && seat_ != ranks.rank;
+    if (lane_index() < kMostRanks) board.segment[lane_index()] = segment_of(ranks, lane_index());
+    outbox_ = serves ? mailbox(segment_of(ranks, seat_), group_index(), ranks.rank) : nullptr;
+    inbox_ = mailbox(segment_of(ranks, ranks.rank), group_index(), seat_);
+    // Only one lane looks whether another workgroup has failed: this may change at any time, and all must see the same.
+    const bool broken = mine_.failure.kind != kNoFailure || (seat_ == 0 && progress.host.reported != 0);
     const bool reused = group_index() == 0 && call.slot != kNoSlot && mine_.used_slot == call.slot + 1;
     state_ = broken || reused ? kBroken : kFine;
-    if (reused && !broken && lane == 0) {
+    if (seat_ == 0) {
+      board.stop = board.late = 0;
+      board.timeout_ns = ranks.timeout_ns;
+      board.host_failure = ranks.host_failure;
+    }
+    __syncthreads();  // what is on the board may be read
+    if (reused && !broken && seat_ == 0) {
       mine_.failure = Failure{kSlotReused, ranks.rank, kReady, kNoFailure, generation_ + 1, generation_, call, call};
       state_ = kFound;
     }
@@ -99,8 +115,9 @@ class Exchange {
   RLK_DEVICE bool begin() {
     ++generation_;
     if (outbox_ && state_ == kFine) {
-      note(wait_until_released(memory_, peer(), generation_, &mine_.failure));
-      if (state_ == kFine) describe_call(*outbox_, call_);
+      const uint64_t last = finished_ ? generation_ - 1 : mine_.released;
+      note(wait_until_released(memory_, peer(), last, &mine_.failure));
+      if (state_ == kFine) describe_call(memory_, *outbox_, generation_, call_);
     }
     return all_fine();
   }
@@ -119,43 +136,101 @@ class Exchange {
   // A second step of the same call: share() again, without a wait for done. A peer that is in another call may know no
   // second step, so the calls are compared first.
   RLK_DEVICE bool share_again() {
-    if (outbox_) note(compare_calls(peer(), generation_, call_, &mine_.failure));
+    compare();
     ++generation_;
+    steps_ = 1;
     return share();
   }
 
   // Step 6, after the last read. The calls are compared here, where it costs no time; a mismatch ends the next begin().
+  // After a second step they have been, and a peer that has seen this one's may be two generations on already.
   RLK_DEVICE void finish() {
     __syncthreads();
-    if (!outbox_) return;
-    note(compare_calls(peer(), generation_, call_, &mine_.failure));
-    if (state_ == kFine) publish_done(memory_, *outbox_, generation_);
+    if (steps_ == 0) compare();
+    finished_ = 1;
+    steps_ = 0;
+    if (outbox_ && state_ == kFine) publish_done(memory_, *outbox_, generation_);
+  }
+
+  // The beginning of a pushed generation, after which data may be pushed. False, in all lanes, after a failure.
+  RLK_DEVICE bool begin_push() {
+    ++generation_;
+    if (outbox_ && state_ == kFine) describe_call(memory_, *outbox_, generation_, call_);
+    return all_fine();
+  }
+
+  // Of a pushed generation: wait until the peer that this lane serves has described its call, and compare.
+  RLK_DEVICE void hear() {
+    compare();
+    if (state_ == kFound) stop();
+  }
+
+  // Polls until arrived(), the pushed data of all peers. False when there is no sense in waiting any longer: another lane
+  // has stopped, or late(), the rank that has not sent all, has closed or is out of time.
+  template <class Arrived, class Late> RLK_DEVICE bool wait_for_data(Arrived arrived, Late late) const {
+    uint64_t deadline = 0;
+    for (uint64_t polls = 1; !arrived(); ++polls) {
+      memory_.pause(polls);
+      if (polls % kPollsPerClock != 0) continue;
+      if (*static_cast<volatile uint32_t*>(&board_.stop)) return false;
+      const uint64_t now = memory_.clock_ns();
+      if (deadline == 0) deadline = now + board_.timeout_ns;
+      const int rank = late();
+      if (now < deadline && !memory_.poll(&(inbox_ - seat_ + rank)->signal[kClosed].value)) continue;
+      memory_.acquire();
+      if (arrived()) break;  // just before it closed
+      board_.late = 1 + uint32_t(rank);
+      stop();
+      return false;
+    }
+    return true;
+  }
+
+  // After the last read of a pushed generation: what the lanes that wait for data have found becomes a failure.
+  RLK_DEVICE void finish_push() {
+    __syncthreads();
+    if (!outbox_ || state_ != kFine || board_.late != 1u + uint32_t(seat_)) return;
+    const uint64_t closed = memory_.poll(&inbox_->signal[kClosed].value);
+    const int32_t reason = closed ? int32_t(closed - 1) : kNoFailure;
+    mine_.failure = Failure{closed ? kPeerClosed : kTimedOut, seat_, kData, reason, generation_, generation_ - 1, {}, {}};
+    state_ = kFound;
   }
 
   // After the last generation of the call, or a failure.
   RLK_DEVICE void end() {
     if (!all_fine()) return give_up();
-    if (lane_index() != 0) return;
+    if (seat_ != 0) return;
     mine_.generation = generation_;
+    if (finished_) mine_.released = generation_;
     mine_.used_slot = call_.slot + 1;
   }
 
+  RLK_DEVICE uint64_t generation() const { return generation_; }
+
  private:
-  RLK_DEVICE Peer peer() const { return Peer{inbox_, lane_index(), ranks_.timeout_ns}; }
+  RLK_DEVICE Peer peer() const { return Peer{inbox_, seat_, board_.timeout_ns}; }
+
+  RLK_DEVICE void stop() const { *static_cast<volatile uint32_t*>(&board_.stop) = 1; }
 
   RLK_DEVICE bool all_fine() {
-    const int lane = lane_index();
-    if (lane < kMostRanks) reinterpret_cast<uint8_t*>(&board_.failed)[lane] = state_ != kFine;
+    if (seat_ >= 0 && seat_ < kMostRanks) reinterpret_cast<uint8_t*>(&board_.failed)[seat_] = state_ != kFine;
     __syncthreads();
     return board_.failed == 0;
   }
 
-  RLK_DEVICE void note(bool fine) {
-    if (!fine) state_ = kFound;
+  RLK_DEVICE void compare() {
+    if (outbox_ && state_ == kFine)
+      note(compare_calls(memory_, peer(), generation_ - steps_, call_, &mine_.failure));
   }
 
-  // Where all ranks find the failure in their workgroup 0, that one tells the host, not a workgroup that only sees a peer
-  // go because of it.
+  RLK_DEVICE void note(bool fine) {
+    if (fine) return;
+    state_ = kFound;
+    find_disagreement(memory_, peer(), generation_ - steps_, call_, &mine_.failure);
+  }
+
+  // Where all ranks find the failure in their workgroup 0, that one tells the host, not a workgroup that only sees a
+  // peer go because of it.
   RLK_DEVICE void give_up() {
     const auto kind = FailureKind(mine_.failure.kind), why = FailureKind(mine_.failure.reason);
     const bool found_by_0 = why == kMismatch || why == kSlotReused;
@@ -170,20 +245,22 @@ class Exchange {
   RLK_DEVICE void report() {
     constexpr int kWords = sizeof(Failure) / sizeof(uint64_t);
     static_assert(kWords * sizeof(uint64_t) == sizeof(Failure), "a failure is copied by words");
-    auto* record = static_cast<uint64_t*>(ranks_.host_failure);
+    auto* record = static_cast<uint64_t*>(board_.host_failure);
     const auto* word = reinterpret_cast<const uint64_t*>(&mine_.failure);
     if (!record) return;
     for (int i = 1; i < kWords; ++i) record[i] = word[i];
     memory_.store_release(record, word[0]);
   }
 
-  const Ranks& ranks_;
   Progress& progress_;
   GroupProgress& mine_;
   Board& board_;
   const Call call_;
+  const int seat_;  // the rank that this lane serves, if it is one of the others
   const SystemMemory memory_ = {};
   uint64_t generation_;
+  int finished_ = 0;  // 1 once this call has published done
+  int steps_ = 0;  // generations since the one in which the call was described
   Control* outbox_;  // this rank's, in the memory of the peer that this lane serves; null if it serves none
   Control* inbox_;   // that peer's, here
   int state_;
@@ -197,7 +274,8 @@ struct Cut {
   int groups;
 };
 
-// Small messages spread over many workgroups, large ones over all; a slice has at most `most` bytes. Equal on all ranks.
+// Small messages spread over many workgroups, large ones over all; a slice has at most `most` bytes. All ranks cut
+// alike.
 inline Cut cut_message(uint64_t bytes, uint64_t most) {
   uint64_t slice = (bytes + kMostGroups - 1) / kMostGroups;
   slice = (slice + kCacheLine - 1) / kCacheLine * kCacheLine;
@@ -207,16 +285,25 @@ inline Cut cut_message(uint64_t bytes, uint64_t most) {
   return {slice, int(slices < 1 ? 1 : slices < kMostGroups ? slices : kMostGroups)};
 }
 
+inline bool are_valid(uint64_t slice_bytes, uint64_t direct_bytes, uint64_t push_bytes, int world) {
+  return (world == 1 || world == 2 || world == 4 || world == 8) && slice_bytes > 0 && slice_bytes % kCacheLine == 0 &&
+         direct_bytes % kCacheLine == 0 && push_bytes % kCacheLine == 0 && push_bytes <= kMostPush;
+}
 inline bool is_valid(const Ranks& ranks) {
-  const int world = ranks.world;
-  return (world == 1 || world == 2 || world == 4 || world == 8) && ranks.rank >= 0 && ranks.rank < world &&
-         ranks.slice_bytes > 0 && ranks.slice_bytes % kCacheLine == 0 && ranks.direct_bytes % kCacheLine == 0;
+  return are_valid(ranks.slice_bytes, ranks.direct_bytes, ranks.push_bytes, ranks.world) && ranks.rank >= 0 &&
+         ranks.rank < ranks.world;
+}
+
+// Where the slots and the receive areas begin.
+inline uint64_t slots_offset(uint64_t slice_bytes) { return kSlicesOffset + kMostGroups * slice_bytes; }
+inline uint64_t receive_offset(uint64_t slice_bytes, uint64_t direct_bytes) {
+  return slots_offset(slice_bytes) + kSlots * direct_bytes;
 }
 
 // The slices, or the slot, whose pieces of `piece` bytes the workgroups take.
 inline Area area_of(const Ranks& ranks, int slot, uint64_t piece) {
   if (slot == kNoSlot) return {kSlicesOffset, ranks.slice_bytes};
-  return {kSlicesOffset + kMostGroups * ranks.slice_bytes + uint64_t(slot) * ranks.direct_bytes, piece};
+  return {slots_offset(ranks.slice_bytes) + uint64_t(slot) * ranks.direct_bytes, piece};
 }
 
 // Whether `bytes` of input may lie in the slot (kNoSlot: they are staged).

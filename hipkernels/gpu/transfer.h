@@ -1,8 +1,8 @@
 // Moving and summing 128 bits at a time: what the collectives' kernels do between two waits.
 //
-// LAYOUT. A piece of a message is a row of vectors, of which lane l of kLanes takes l, l + kLanes, ..; several loads are
-// on their way at a time, since a peer's memory is a microsecond away. The piece may end within a vector: that one is
-// lane 0's, which loads it whole from staging, whose pieces have room for it, and stores its first bytes.
+// LAYOUT. A piece of a message is a row of vectors, of which lane l of kLanes takes l, l + kLanes, ..; several loads
+// are on their way at a time, since a peer's memory is a microsecond away. The piece may end within a vector: that one
+// is lane 0's, which loads it whole from staging, whose pieces have room for it, and stores its first bytes.
 //
 // REDUCTION ORDER. FP32, over ranks, per element: ((0+1)+(2+3))+((4+5)+(6+7)), as in rlk/collectives/tree.py. 16-bit
 // inputs are widened first and the root is rounded once.
@@ -13,6 +13,8 @@
 #include "vector_math.h"
 
 namespace rlk {
+
+enum Route : int { kOneShot = 0, kTwoShots = 1, kPushed = 2 };
 
 constexpr uint32_t kVector = sizeof(Vector16);  // 32 bits: no piece has 4 GiB
 
@@ -85,8 +87,8 @@ template <class T> RLK_DEVICE constexpr Dtype dtype_of() {
   return sizeof(T) == sizeof(float) ? kFloat32 : std::is_same<T, half>::value ? kFloat16 : kBfloat16;
 }
 
-// Elements of a vector, by shifts: where arrays of them were copied to vectors and back, clang's vectoriser for gfx942
-// took the words apart into bytes, and once made a wrong bit of a shift that it had itself put out of range.
+// Elements of a vector, by shifts: from arrays that are copied to vectors byte by byte, clang 19 made wrong code for
+// gfx942 (it took the words apart into bytes, by packed shifts of which one was out of range and yet used).
 template <class T> constexpr int kPerVector = int(sizeof(Vector16) / sizeof(T));
 
 RLK_DEVICE inline uint32_t bits_of(bf16 x) { return x; }
@@ -98,6 +100,17 @@ template <class T> RLK_DEVICE inline float element(const Vector16& v, int j) {
   } else {
     return to_float(T{uint16_t(v.word[j / 2] >> 16 * (j % 2))});
   }
+}
+
+// What lies at `at`, of a multiple of T's size, as a vector; zeroes where there is nothing.
+template <class T> RLK_DEVICE inline Vector16 load_elements(const char* at, int elements) {
+  if (elements == kPerVector<T> && reinterpret_cast<uintptr_t>(at) % kVector == 0) return load16(at);
+  Vector16 v = {};
+  RLK_UNROLL
+  for (int j = 0; j < kPerVector<T>; ++j)
+    if (j < elements)
+      v.word[j * sizeof(T) / 4] |= uint32_t(reinterpret_cast<const BitsOf<T>*>(at)[j]) << 8 * (j * sizeof(T) % 4);
+  return v;
 }
 
 // The vector of the elements fn(0), fn(1), .., each rounded to T.

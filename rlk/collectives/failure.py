@@ -10,7 +10,7 @@ from rlk.collectives.arguments import DTYPES
 # enums of hipkernels/collective_protocol.h
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "all_reduce_add_rms_norm")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BARRIER, ALL_REDUCE_NORM = range(5)
-SIGNALS = ("ready", "done")
+SIGNALS = ("ready signal", "done signal", "closed signal", "call", "data")
 NO_FAILURE, TIMED_OUT, PEER_CLOSED, MISMATCH, SLOT_REUSED = range(5)
 NO_SLOT = -1
 WHY_CLOSED = {TIMED_OUT: " after a time-out of its own", PEER_CLOSED: " after another rank had closed its own",
@@ -53,7 +53,7 @@ def explain(failure: Failure, operation: str, rank: int, names: Sequence[int], t
         return (f"rank {mine} calls {failure.mine} in generation {generation} right after another call in slot "
                 f"{failure.mine.slot}, which peers may still be reading; alternate the slots, or make another call "
                 "between")
-    waited = (f"rank {mine} in {operation} waits for rank {peer}'s {SIGNALS[failure.signal]} signal of generation "
+    waited = (f"rank {mine} in {operation} waits for rank {peer}'s {SIGNALS[failure.signal]} of generation "
               f"{generation} (it is at {failure.seen})")
     if failure.kind == PEER_CLOSED:
         why = WHY_CLOSED.get(failure.reason, "")

@@ -25,13 +25,22 @@ from rlk.collectives.arguments import (
     summable,
 )
 from rlk.collectives.failure import NO_FAILURE, NO_SLOT, explain
-from rlk.collectives.ipc_library import ALIGNMENT, MOST_PARTS, MOST_RANKS, SLOTS, Part, Ranks
+from rlk.collectives.ipc_library import (
+    ALIGNMENT,
+    LEAST_SLICE,
+    MOST_GROUPS,
+    MOST_PARTS,
+    MOST_RANKS,
+    SIZES,
+    SLOTS,
+    Part,
+    Ranks,
+    Sizes,
+)
 from rlk.collectives.ipc_memory import PeerMemory
 from rlk.contract import architecture_of
 from rlk.errors import CheckFailed, UsageError
 
-SLICE_BYTES = 256 << 10  # staging of one workgroup; a larger message takes its slices one after another
-DIRECT_BYTES = 4 << 20  # of a direct slot: the FP32 partial sums of 256 tokens of 4096
 NORM_COLUMNS = 8192  # the longest row of the fused norm
 NORM_MULTIPLE = 16
 
@@ -45,17 +54,16 @@ class _Link:
     stream: torch.cuda.Stream | None = None  # of the first eager call, and so of every one
 
 
-def connect(group: dist.ProcessGroup, timeout_s: float, slice_bytes: int = SLICE_BYTES,
-            direct_bytes: int = DIRECT_BYTES) -> IpcCommunicator:
+def connect(group: dist.ProcessGroup, timeout_s: float, sizes: Sizes = SIZES) -> IpcCommunicator:
     """The communicator of `group`, on this process's current GPU; every rank of the group calls it.
 
-    `group` only carries the memory handles, once. A message of more than kMostGroups x slice_bytes goes in pieces.
+    `group` only carries the memory handles, once. A message of more than MOST_GROUPS slices goes in pieces.
     Raises UsageError, on every rank, when the group is not of 1, 2, 4 or 8 ranks or memory cannot be shared.
     """
     world = dist.get_world_size(group)
     if world not in (1, *routes.WORLDS):
         raise UsageError(f"GPU IPC serves groups of {routes.WORLDS} ranks, this one has {world}; use the process group")
-    return IpcCommunicator(PeerMemory(group, slice_bytes, direct_bytes), timeout_s)
+    return IpcCommunicator(PeerMemory(group, sizes), timeout_s)
 
 
 class IpcCommunicator:
@@ -65,22 +73,21 @@ class IpcCommunicator:
     another raise, and graphs that contain its calls must be replayed on it. After a CheckFailed that a kernel has
     recorded the communicator raises at every further call.
 
-    device          of its tensors
-    one_shot_bytes  the largest message that every rank sums by itself (routes.py); equal on all ranks
+    device  of its tensors
+    limits  which messages go which way (routes.py); equal on all ranks
     """
 
     name = "ipc"
 
     def __init__(self, memory: PeerMemory, timeout_s: float) -> None:
         self.rank, self.world, self.device = memory.rank, memory.world, memory.device
-        self.one_shot_bytes = routes.one_shot_bytes(architecture_of("cuda"), self.world)
+        self.limits = routes.limits(architecture_of("cuda"), self.world)
         self._memory, self._library, self._names = memory, memory.library, memory.names
         self._timeout_s = timeout_s
         self._broken = ""
         self._slots: list[torch.Tensor | None] = [None] * SLOTS
         segments = (ctypes.c_void_p * MOST_RANKS)(*memory.segments)
-        ranks = Ranks(segments, self.rank, self.world, memory.slice_bytes, memory.direct_bytes, int(timeout_s * 1e9),
-                      memory.failure_address)
+        ranks = Ranks(segments, self.rank, self.world, *memory.sizes, int(timeout_s * 1e9), memory.failure_address)
         self._link = _Link(memory, ranks)
         # At interpreter exit too: peers then learn at once that this rank is gone.
         self._finalizer = weakref.finalize(self, _release, self._link)
@@ -147,10 +154,10 @@ class IpcCommunicator:
         """
         if slot not in range(SLOTS):
             raise ValueError(f"direct staging has slots {list(range(SLOTS))}, got {slot!r}")
-        size, room = nbytes(shape, dtype), self._memory.direct_bytes
+        size, room = nbytes(shape, dtype), self._memory.sizes.direct
         if size > room:
             raise ValueError(f"{tuple(shape)} of {dtype} takes {size} bytes, a direct slot has {room}: use all_reduce, "
-                             "or connect with more direct_bytes")
+                             "or connect with larger direct slots")
         return self._slot(slot)[:size].view(dtype).view(tuple(shape))
 
     def all_reduce_staged(self, view: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -170,7 +177,7 @@ class IpcCommunicator:
         D = residual_TD.shape[-1]
         return (partial_TD.dtype == torch.float32 and residual_TD.dtype == torch.bfloat16
                 and D % NORM_MULTIPLE == 0 and 0 < D <= NORM_COLUMNS
-                and nbytes(partial_TD.shape, partial_TD.dtype) <= self.one_shot_bytes)
+                and self._route(nbytes(partial_TD.shape, partial_TD.dtype)) != routes.TWO_SHOT)
 
     def all_reduce_add_rms_norm(self, partial_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch.Tensor,
                                 eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,14 +200,21 @@ class IpcCommunicator:
         slot = self._slot_of(partial_TD)
         sources = [_aligned(x) for x in (partial_TD, residual_TD, w_D)]
         hidden_TD, y_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
-        self._launch("all_reduce_add_rms_norm", self._library.all_reduce_rms_norm, slot,
-                     *(x.data_ptr() for x in (*sources, hidden_TD, y_TD)), residual_TD.numel() // D, D, eps)
+        T, row = residual_TD.numel() // D, nbytes((D,), torch.float32)
+        fits = T <= MOST_GROUPS and row <= self._memory.sizes.push
+        route = routes.PUSHED if fits and self._route(T * row) == routes.PUSHED else routes.ONE_SHOT
+        self._launch("all_reduce_add_rms_norm", self._library.all_reduce_rms_norm, route, slot,
+                     *(x.data_ptr() for x in (*sources, hidden_TD, y_TD)), T, D, eps)
         return hidden_TD, y_TD
 
     # ---- inside ----
 
+    def _route(self, size: int) -> int:
+        most = MOST_GROUPS * LEAST_SLICE if self._memory.sizes.push >= LEAST_SLICE else -1
+        return self.limits._replace(pushed=min(self.limits.pushed, most)).route(size)
+
     def _all_reduce(self, x: torch.Tensor, out: torch.Tensor, slot: int) -> torch.Tensor:
-        route = routes.ONE_SHOT if nbytes(x.shape, x.dtype) <= self.one_shot_bytes else routes.TWO_SHOT
+        route = self._route(nbytes(x.shape, x.dtype))
         source, target = _aligned(x), _aligned_target(out)
         self._launch("all_reduce", self._library.all_reduce, DTYPE_CODE[x.dtype], route, slot, source.data_ptr(),
                      target.data_ptr(), x.numel())
@@ -242,8 +256,8 @@ class IpcCommunicator:
             self._raise_failure("staging")
         if self._slots[slot] is None:
             memory = self._memory
-            offset = self._library.direct_offset(memory.slice_bytes, memory.direct_bytes, slot)
-            self._slots[slot] = view_memory(memory.segments[self.rank] + offset, memory.direct_bytes, self.device)
+            offset = self._library.direct_offset(memory.sizes, slot)
+            self._slots[slot] = view_memory(memory.segments[self.rank] + offset, memory.sizes.direct, self.device)
         return self._slots[slot]
 
     def _slot_of(self, x: torch.Tensor) -> int:

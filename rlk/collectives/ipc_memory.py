@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rlk.collectives.failure import Failure
-from rlk.collectives.ipc_library import Library
+from rlk.collectives.ipc_library import Library, Sizes
 from rlk.collectives.shm import map_segments
 from rlk.errors import UsageError
 
@@ -37,12 +37,12 @@ class PeerMemory:
     them cannot make its memory or map another's.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slice_bytes: int, direct_bytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, sizes: Sizes) -> None:
         free_what_is_unmapped()
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.names = dist.get_process_group_ranks(group)
         self.device = current_gpu()
-        self.slice_bytes, self.direct_bytes = slice_bytes, direct_bytes
+        self.sizes = sizes
         self.library = Library()
         self.segments: list[int | None] = [None] * self.world
         self.progress = self.failure = self.failure_address = self._pinned = None
@@ -86,7 +86,7 @@ class PeerMemory:
     def _create(self) -> tuple[bytes, str]:
         """This rank's memory. Returns its handle, and what went wrong or an empty string."""
         try:
-            segment, progress, failure = self.library.collective_bytes(self.slice_bytes, self.direct_bytes)
+            segment, progress, failure = self.library.collective_bytes(self.sizes, self.world)
             self.segments[self.rank] = self.library.memory_create(segment)
             self.progress = self.library.memory_create(progress)
             self._pinned, self.failure_address = self.library.pinned_create(failure)

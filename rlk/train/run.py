@@ -152,6 +152,7 @@ class Run:
         Returns the verdict and the recomputed log-probs by sample (tensor-parallel rank 0's). Raises CheckFailed on
         every rank when the verdict is bad: in consistency mode for one unequal bit.
         """
+        self.groups.check()
         for t in trajectories:
             if t.policy_version != self.policy.policy_version:
                 raise CheckFailed(f"audit: step {step}, sample {t.uid} was drawn under policy version "

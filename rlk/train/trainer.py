@@ -73,6 +73,7 @@ class Trainer:
         with torch.no_grad():
             mine = engine.generate(prompts[topology.engine::topology.engines], self.config.samples_per_prompt,
                                    self.run.sampling)
+        self.run.groups.check()
         return self.run.share_trajectories(mine)
 
     def learn(self, step: int, trajectories: list[Trajectory], advantage_N: np.ndarray, use_N: np.ndarray):
@@ -105,6 +106,7 @@ class Trainer:
             if len(batches) == 1:
                 verdict, _ = run.audit(step, trajectories, scored)
             figures.grad_norm = run.optimizer.step()
+            run.groups.check()
         return verdict, figures
 
     def loss(self, pack: Pack, logprob_R: torch.Tensor, old_N: list[np.ndarray] | None, advantage_N: np.ndarray,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlk.collectives.failure import NO_SLOT, Failure
-from rlk.collectives.ipc_library import MOST_PARTS, MOST_RANKS, SLOTS, Part, Ranks
+from rlk.collectives.ipc_library import LEAST_SLICE, MOST_GROUPS, MOST_PARTS, MOST_RANKS, SLOTS, Part, Ranks, Sizes
 from tests.gfx942.emulator import Device, Launch
 from tests.gfx942.hip_runs import (
     BFLOAT16,
@@ -31,43 +31,47 @@ from tests.gfx942.hip_runs import (
 )
 from tests.gfx942.numerics import from_bf16, to_bf16
 
-MOST_GROUPS = 128
-LEAST_SLICE = 4096
 LINE = 128  # kCacheLine
-ONE_SHOT, TWO_SHOTS = 0, 1
+ONE_SHOT, TWO_SHOTS, PUSHED = 0, 1, 2
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BARRIER, NORM = range(5)  # enum Operation
-READY, DONE = 0, 1  # enum Signal
+READY, DONE, CALL, DATA = 0, 1, 3, 4  # enum Signal
 NO_FAILURE, TIMED_OUT, PEER_CLOSED, MISMATCH, SLOT_REUSED = range(5)  # enum FailureKind
 FAILURE = np.dtype(Failure)
-GROUP_PROGRESS = np.dtype({"names": ["generation", "used_slot", "failure"], "formats": [np.uint64, np.int64, FAILURE],
-                           "offsets": [0, 8, 16], "itemsize": LINE})
+GROUP_PROGRESS = np.dtype({"names": ["generation", "released", "used_slot", "failure"],
+                           "formats": [np.uint64, np.uint64, np.int64, FAILURE], "offsets": [0, 8, 16, 24],
+                           "itemsize": LINE})
 EPS = 1e-6
+ALONE = Sizes(LEAST_SLICE, 0, 0)
 
 
 def round_up(value: int, multiple: int) -> int:
     return math.ceil(value / multiple) * multiple
 
 
-def collective_bytes(slice_bytes: int, direct_bytes: int = 0) -> tuple[int, int, int]:
+def collective_bytes(sizes: Sizes, world: int) -> tuple[int, int, int]:
     """Bytes of a segment, of a rank's progress and of the host's failure record."""
-    sizes = [LONG() for _ in range(3)]
-    if code := host_library(32).rlk_gpu_collective_bytes(slice_bytes, direct_bytes, *map(ctypes.byref, sizes)):
+    found = [LONG() for _ in range(3)]
+    if code := host_library(32).rlk_gpu_collective_bytes(*sizes, world, *map(ctypes.byref, found)):
         raise LaunchError(code)
-    return tuple(size.value for size in sizes)
+    return tuple(size.value for size in found)
 
 
-def direct_offset(slice_bytes: int, direct_bytes: int, slot: int) -> int:
+def direct_offset(sizes: Sizes, slot: int) -> int:
     offset = LONG()
-    if code := host_library(32).rlk_gpu_direct_offset(slice_bytes, direct_bytes, slot, ctypes.byref(offset)):
+    if code := host_library(32).rlk_gpu_direct_offset(sizes.slice, sizes.direct, slot, ctypes.byref(offset)):
         raise LaunchError(code)
     return offset.value
 
 
-def all_ranks(segments: Sequence[int], slice_bytes: int, direct_bytes: int, timeout_s: float,
-              records: Sequence[int]) -> list[Ranks]:
+def receive_offset(sizes: Sizes) -> int:
+    """Where the receive areas begin."""
+    return direct_offset(sizes, 1) + sizes.direct
+
+
+def all_ranks(segments: Sequence[int], sizes: Sizes, timeout_s: float, records: Sequence[int]) -> list[Ranks]:
     """The view of each rank of a group whose segments and failure records lie at these addresses."""
-    return [Ranks((ctypes.c_void_p * MOST_RANKS)(*segments), rank, len(segments), slice_bytes, direct_bytes,
-                  int(timeout_s * 1e9), records[rank]) for rank in range(len(segments))]
+    return [Ranks((ctypes.c_void_p * MOST_RANKS)(*segments), rank, len(segments), *sizes, int(timeout_s * 1e9),
+                  records[rank]) for rank in range(len(segments))]
 
 
 def group_progress(raw: np.ndarray) -> np.ndarray:
@@ -93,16 +97,16 @@ class HostGroup:
     """The ranks of a group on the host's fibers, each with a stream of its own."""
 
     def __init__(self, fibers: HostFibers, world: int, slice_bytes: int = 256, direct_bytes: int = 0,
-                 timeout_s: float = 20) -> None:
-        segment, progress, _ = collective_bytes(slice_bytes, direct_bytes)
-        self.fibers, self.world, self.sizes = fibers, world, (slice_bytes, direct_bytes)
+                 timeout_s: float = 20, push_bytes: int = LEAST_SLICE) -> None:
+        self.fibers, self.world, self.sizes = fibers, world, Sizes(slice_bytes, direct_bytes, push_bytes)
+        segment, progress, _ = collective_bytes(self.sizes, world)
         self.segments = [aligned_zeros(segment) for _ in range(world)]
         self.raw_progress = [aligned_zeros(progress) for _ in range(world)]
         self.records = np.zeros(world, FAILURE)
-        self.ranks = all_ranks([s.ctypes.data for s in self.segments], *self.sizes, timeout_s,
+        self.ranks = all_ranks([s.ctypes.data for s in self.segments], self.sizes, timeout_s,
                                [self.records[rank:].ctypes.data for rank in range(world)])
         # Groups of one, whose all-gather copies in stream order: it stands for the kernel that fills a slot.
-        self._alone = [(aligned_zeros(collective_bytes(LEAST_SLICE)[0]), aligned_zeros(progress)) for _ in range(world)]
+        self._alone = [(aligned_zeros(collective_bytes(ALONE, 1)[0]), aligned_zeros(progress)) for _ in range(world)]
         self._kept = []  # what queued calls read and write
 
     def call(self, rank: int, name: str, *args) -> None:
@@ -111,9 +115,9 @@ class HostGroup:
 
     def fill_slot(self, rank: int, slot: int, x: np.ndarray) -> None:
         """On the rank's stream."""
-        address = self.segments[rank].ctypes.data + direct_offset(*self.sizes, slot)
+        address = self.segments[rank].ctypes.data + direct_offset(self.sizes, slot)
         segment, progress = self._alone[rank]
-        ranks = all_ranks([segment.ctypes.data], LEAST_SLICE, 0, 60, [0])[0]
+        ranks = all_ranks([segment.ctypes.data], ALONE, 60, [0])[0]
         self.fibers.call("all_gather", ctypes.addressof(ranks), progress, 1, 0, x, address, x.nbytes, rank + 1)
 
     def progress(self, rank: int) -> np.ndarray:
@@ -143,16 +147,16 @@ class EmulatedGroup:
     """The ranks of a group as launches that take turns on one emulated memory."""
 
     def __init__(self, world: int, order: str = "forward", slice_bytes: int = 256, direct_bytes: int = 0,
-                 timeout_s: float = 60, size: int = 1 << 24) -> None:
-        segment, progress, record = collective_bytes(slice_bytes, direct_bytes)
-        self.device, self.world, self.sizes = Device(order, size), world, (slice_bytes, direct_bytes)
+                 timeout_s: float = 60, size: int = 1 << 25, push_bytes: int = 512) -> None:
+        self.device, self.world, self.sizes = Device(order, size), world, Sizes(slice_bytes, direct_bytes, push_bytes)
+        segment, progress, record = collective_bytes(self.sizes, world)
         self.segments, self.progresses, self.records = (
             [self.device.put(np.zeros(each, np.uint8)) for _ in range(world)] for each in (segment, progress, record))
-        self.ranks = all_ranks(self.segments, *self.sizes, timeout_s, self.records)
+        self.ranks = all_ranks(self.segments, self.sizes, timeout_s, self.records)
         self.cut: tuple[int, int] | None = None  # of an all-reduce, in place of what the C function chooses
 
     def progress(self, rank: int) -> np.ndarray:
-        size = collective_bytes(*self.sizes)[1]
+        size = collective_bytes(self.sizes, self.world)[1]
         return group_progress(self.device.get(self.progresses[rank], (size,), np.uint8))
 
     def record(self, rank: int) -> np.ndarray:
@@ -168,7 +172,7 @@ class EmulatedGroup:
         if job.in_place:
             outs = [x + job.alias_offset(rank) for x in xs]
         if job.slot != NO_SLOT:
-            offset = self.segments[rank] + direct_offset(*self.sizes, job.slot)
+            offset = self.segments[rank] + direct_offset(self.sizes, job.slot)
             data = job.inputs[rank][0].reshape(-1).view(np.uint8)
             self.device.memory.bytes[offset:offset + len(data)] = data
         kernel, configuration, groups, lanes, args = job.kernel_launch(self, xs, outs)
@@ -256,20 +260,24 @@ class Job:
                      for x, out, expected in zip(xs, outs, self.expected[0], strict=True)]
             return "reduce_scatter", self.dtype, (Part * len(parts))(*parts), len(parts)
         if self.operation == NORM:
-            return "all_reduce_rms_norm", self.slot, *xs, *outs, *self.shape, EPS
+            return "all_reduce_rms_norm", self.route, self.slot, *xs, *outs, *self.shape, EPS
         return ("barrier",)
 
     def kernel_launch(self, group: EmulatedGroup, xs: list[int], outs: list[int]) -> tuple:
         """Kernel, configuration, workgroups, lanes, and arguments after ranks and progress: as the C functions do."""
-        slice_bytes, direct_bytes = group.sizes
-        itemsize = STORED[self.dtype].itemsize
-        slices = direct_offset(slice_bytes, direct_bytes, 0) - MOST_GROUPS * slice_bytes
+        slice_bytes, itemsize = group.sizes.slice, STORED[self.dtype].itemsize
+        slices = direct_offset(group.sizes, 0) - MOST_GROUPS * slice_bytes
+        receive, pushed = receive_offset(group.sizes), self.route == PUSHED and self.world > 1
 
         def area(piece):
             if self.slot == NO_SLOT:
                 return np.array([slices, slice_bytes], np.uint64).tobytes()
-            return np.array([direct_offset(slice_bytes, direct_bytes, self.slot), piece], np.uint64).tobytes()
+            return np.array([direct_offset(group.sizes, self.slot), piece], np.uint64).tobytes()
 
+        if self.operation == ALL_REDUCE and pushed:
+            size = self.size * itemsize
+            return ("all_reduce_pushed", f"{CPP_NAME[self.dtype]}, {self.world}", cut_message(size, LEAST_SLICE)[1],
+                    LANES + 64, (self.slot, receive, xs[0], outs[0], size))
         if self.operation == ALL_REDUCE:
             size = self.size * itemsize
             cut, groups = group.cut or cut_message(size, slice_bytes if self.slot == NO_SLOT else size + LINE)
@@ -296,6 +304,9 @@ class Job:
             T, D = self.shape
             block = max(512, 1 << (D - 1).bit_length())
             lanes, groups = min(64 * 8, block // 8), min(max(T, 1), MOST_GROUPS)
+            if pushed:
+                return ("all_reduce_norm_pushed", str(self.world), groups, lanes + 64,
+                        (self.slot, receive, *xs, *outs, T, D, EPS, lanes))
             rows = slice_bytes // (D * 4) if self.slot == NO_SLOT else T // groups + 1
             return ("all_reduce_norm", str(self.world), groups, lanes,
                     (self.slot, area(0), *xs, *outs, T, D, EPS, lanes, rows))
@@ -329,13 +340,13 @@ def barrier(world: int) -> Job:
     return Job(BARRIER, [[]] * world, [[]] * world)
 
 
-def norm(rng, world: int, wave: int, T: int, D: int, slot: int = NO_SLOT) -> Job:
+def norm(rng, world: int, wave: int, T: int, D: int, slot: int = NO_SLOT, route: int = ONE_SHOT) -> Job:
     """The bits are those for waves of `wave` lanes."""
     partials = [x.reshape(T, D) for x in draw_inputs(rng, FLOAT32, world, T * D)]
     residual, weight = (to_bf16(rng.standard_normal(shape)) for shape in ((T, D), (D,)))
     hidden = to_bf16(from_bf16(residual) + expected_sum(FLOAT32, partials))
     return Job(NORM, [[partial, residual, weight] for partial in partials],
-               [[hidden, rms_norm(hidden, weight, wave)]] * world, slot=slot, shape=(T, D))
+               [[hidden, rms_norm(hidden, weight, wave)]] * world, route=route, slot=slot, shape=(T, D))
 
 
 def rms_norm(hidden: np.ndarray, weight: np.ndarray, wave: int) -> np.ndarray:
@@ -368,10 +379,10 @@ def sum_of_squares(x: np.ndarray, wave: int) -> np.float32:
     return of_wave[0]
 
 
-def random_job(rng, world: int, wave: int, previous_slot: int, slice_bytes: int, direct_bytes: int) -> Job:
+def random_job(rng, world: int, wave: int, previous_slot: int, sizes: Sizes) -> Job:
     """Any call that may follow one in `previous_slot`."""
     dtype = int(rng.choice(list(STORED)))
-    most = direct_bytes // 4
+    most = sizes.direct // 4
     count = int(rng.choice([0, 1, 5, 16, int(rng.integers(1, most))]))
     slot = int(rng.choice([s for s in (NO_SLOT, *range(SLOTS)) if s == NO_SLOT or s != previous_slot]))
     kind = int(rng.integers(6))
@@ -383,6 +394,7 @@ def random_job(rng, world: int, wave: int, previous_slot: int, slice_bytes: int,
     if kind == 2:
         return barrier(world)
     if kind == 3:
-        D = int(rng.integers(1, slice_bytes // 64 + 1)) * 16
-        return norm(rng, world, wave, int(rng.integers(0, direct_bytes // (4 * D) + 1)), D, slot)
-    return all_reduce(rng, world, dtype, count, int(rng.integers(2)), slot, in_place=bool(rng.integers(2)))
+        D = int(rng.integers(1, min(sizes.slice, sizes.push) // 64 + 1)) * 16
+        T = int(rng.integers(0, min(sizes.direct // (4 * D), MOST_GROUPS) + 1))
+        return norm(rng, world, wave, T, D, slot, int(rng.choice([ONE_SHOT, PUSHED])))
+    return all_reduce(rng, world, dtype, count, int(rng.integers(3)), slot, in_place=bool(rng.integers(2)))

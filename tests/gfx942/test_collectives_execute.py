@@ -26,10 +26,10 @@ def check(job, results):
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", STORED)
 def test_sum_over_ranks_is_the_tree(dtype, world):
-    """Both routes, from slices and slots; one workgroup or several."""
+    """All routes, from slices and slots; one workgroup or several."""
     group = EmulatedGroup(world, ORDERS[world % 4 == 0], direct_bytes=512)
     rng, count = np.random.default_rng(world), 256 // STORED[dtype].itemsize
-    for k, route in enumerate((runs.ONE_SHOT, runs.TWO_SHOTS)[:world]):
+    for k, route in enumerate((runs.ONE_SHOT, runs.TWO_SHOTS, runs.PUSHED)[:2 * world - 1]):
         elements = count // world + 3 if world == 8 else count + 3
         job = runs.all_reduce(rng, world, dtype, elements, route, in_place=k == 1)
         check(job, group.run(job))
@@ -41,9 +41,9 @@ def test_sum_over_ranks_is_the_tree(dtype, world):
 @pytest.mark.parametrize("world, order", [(2, "reverse"), (4, "forward"), (4, "reverse")])
 def test_mixed_calls(world, order):
     rng, slot = np.random.default_rng(world), NO_SLOT
-    group = EmulatedGroup(world, order, slice_bytes=512, direct_bytes=1024)
+    group = EmulatedGroup(world, order, slice_bytes=512, direct_bytes=1024, push_bytes=1024)
     for _ in range(7):
-        job = runs.random_job(rng, world, WAVE, slot, 512, 1024)
+        job = runs.random_job(rng, world, WAVE, slot, group.sizes)
         check(job, group.run(job))
         slot = job.slot
 
@@ -67,12 +67,13 @@ def test_lanes_hold_several_vectors(route):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("D", [48, 512, 1024, 2064, 4096, 8192])
-def test_norm_has_the_bits_of_the_sum_and_the_triton_kernel(D, order):
-    """Over two ranks, and over more where it is small."""
+@pytest.mark.parametrize("route", [runs.ONE_SHOT, runs.PUSHED])
+def test_norm_has_the_bits_of_the_sum_and_the_triton_kernel(D, order, route):
+    """From a slice, or pushed, and from a slot."""
     world, T, rng = 2, 1 + (D == 48), np.random.default_rng(D)
-    job = runs.norm(rng, world, WAVE, T, D, slot=NO_SLOT if order == "forward" else 0)
-    group = EmulatedGroup(world, order, slice_bytes=runs.round_up(4 * D, 128),
-                          direct_bytes=runs.round_up(T * 4 * D, 128))
+    job = runs.norm(rng, world, WAVE, T, D, NO_SLOT if order == "forward" else 0, route)
+    row = runs.round_up(4 * D, 128)
+    group = EmulatedGroup(world, order, row, runs.round_up(T * 4 * D, 128), push_bytes=row)
     results = group.run(job)
     check(job, results)
     if order == "forward":
@@ -89,8 +90,8 @@ def test_norm_has_the_bits_of_the_sum_and_the_triton_kernel(D, order):
 @pytest.mark.parametrize("world", [1, 4, 8])
 def test_norm_of_several_rows_over_any_world(world):
     group, rng = EmulatedGroup(world, slice_bytes=128, direct_bytes=512), np.random.default_rng(world)
-    for slot in (NO_SLOT, 1):
-        job = runs.norm(rng, world, WAVE, 3, 32, slot)
+    for slot, route in ((NO_SLOT, runs.ONE_SHOT), (1, runs.ONE_SHOT), (0, runs.PUSHED)):
+        job = runs.norm(rng, world, WAVE, 3, 32, slot, route)
         check(job, group.run(job))
 
 
@@ -127,17 +128,17 @@ def test_dead_rank_ends_the_others_with_the_failure_recorded(order):
 
 
 def test_closed_rank_is_not_waited_for():
-    group = EmulatedGroup(2, timeout_s=3600)
+    group = EmulatedGroup(2, timeout_s=20)
     group.device.launch_together([group.close_launch(1), group.launch(0, one_call(100))[0]])
     failures = group.progress(0)["failure"][:2]
     assert (failures["kind"] == runs.PEER_CLOSED).all() and (failures["peer"] == 1).all()
     assert group.record(0)["kind"] == runs.PEER_CLOSED
 
 
-@pytest.mark.parametrize("other", [one_call(8), one_call(100, route=runs.TWO_SHOTS), runs.barrier(2)],
-                         ids=["size", "route", "operation"])
+@pytest.mark.parametrize("other", [one_call(8), one_call(100, route=runs.TWO_SHOTS), one_call(100, route=runs.PUSHED),
+                                   runs.barrier(2)], ids=["size", "route", "pushed", "operation"])
 def test_ranks_that_disagree_both_find_out(other):
-    group, calls = EmulatedGroup(2, timeout_s=3600), (one_call(100), other)
+    group, calls = EmulatedGroup(2, timeout_s=20), (one_call(100), other)
     group.device.launch_together([group.launch(rank, job)[0] for rank, job in enumerate(calls)])
     for rank, (mine, theirs) in enumerate(itertools.permutations(calls)):
         failure = group.record(rank)
@@ -147,7 +148,7 @@ def test_ranks_that_disagree_both_find_out(other):
 
 
 def test_a_slot_may_not_be_used_twice_in_a_row():
-    group, job = EmulatedGroup(2, direct_bytes=512, timeout_s=3600), one_call(100, slot=1)
+    group, job = EmulatedGroup(2, direct_bytes=512, timeout_s=20), one_call(100, slot=1)
     check(job, group.run(job))
     group.run(job)
     for rank in range(2):

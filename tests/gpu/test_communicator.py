@@ -5,6 +5,7 @@ Each rank is a process on a GPU of its own; with one GPU there are two ranks on 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from rlk.collectives import ipc
 from rlk.collectives.factory import make_communicator
 from rlk.collectives.fused import all_reduce_add_rms_norm
 from rlk.collectives.process_group import ProcessGroupCommunicator
+from rlk.collectives.routes import Limits
 from rlk.errors import CheckFailed
 from rlk.ops import gpu_library
 from rlk.ops.norm import add_rms_norm
@@ -30,7 +32,7 @@ from tests.collective_cases import (
     mixed_calls,
     same_bytes,
 )
-from tests.ipc_cases import ONE_SHOT, TWO_SHOT, Calls, Moved
+from tests.ipc_cases import ONE_SHOT, PUSHED, TWO_SHOT, Calls, Moved
 from tests.spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
@@ -70,21 +72,24 @@ def _on_gpu(rank, world, case, args, options):
     return case(ipc.connect(dist.group.WORLD, **{"timeout_s": 20.0, **options}), *args)
 
 
+LIMITS = {"pushed": PUSHED, "one-shot": ONE_SHOT, "two-shot": TWO_SHOT, "all": Limits(8 << 10, 512 << 10)}
+
+
 # ---- the bits ----
 
 
-@pytest.mark.parametrize("slice_bytes", [4096, ipc.SLICE_BYTES])
-@pytest.mark.parametrize("one_shot_bytes", [ONE_SHOT, TWO_SHOT], ids=["one-shot", "two-shot"])
-def test_mixed_calls_at_uneven_speeds(world, slice_bytes, one_shot_bytes):
-    run(world, ipc_cases.mixed, one_shot_bytes, 60, 1 << 20, slice_bytes=slice_bytes)
+@pytest.mark.parametrize("slice_bytes", [4096, ipc.SIZES.slice])
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+def test_mixed_calls_at_uneven_speeds(world, slice_bytes, limits):
+    run(world, ipc_cases.mixed, limits, 60, 1 << 20, sizes=ipc.SIZES._replace(slice=slice_bytes))
 
 
 def test_reduce_scatter_of_many_tensors(world):
     run(world, ipc_cases.many_at_once)
 
 
-def _graphs(comm, one_shot_bytes):
-    comm.one_shot_bytes = one_shot_bytes
+def _graphs(comm, limits):
+    comm.limits = limits
     calls = Calls(comm)
     for _ in range(3):
         data = calls.change()
@@ -102,12 +107,13 @@ def _graphs(comm, one_shot_bytes):
     comm.close()
 
 
-@pytest.mark.parametrize("one_shot_bytes", [ONE_SHOT, TWO_SHOT, 512 << 10], ids=["one-shot", "two-shot", "both"])
-def test_eager_calls_and_graph_replays_with_changing_inputs(world, one_shot_bytes):
-    run(world, _graphs, one_shot_bytes)
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+def test_eager_calls_and_graph_replays_with_changing_inputs(world, limits):
+    run(world, _graphs, limits)
 
 
-def _fused(comm):
+def _fused(comm, limits):
+    comm.limits = limits
     common = torch.Generator().manual_seed(1)
     for T, D in ((1, 16), (3, 1040), (8, 4096), (33, 4096), (5, 8192), (300, 2560)):
         partial = inputs(common, comm.world, (T, D), torch.float32)[comm.rank].to(comm.device)
@@ -121,8 +127,9 @@ def _fused(comm):
                 assert same_bytes(ours.cpu(), theirs.cpu()), (T, D)
 
 
-def test_the_fused_norm_has_the_bits_of_the_two_calls(world):
-    run(world, _fused)
+@pytest.mark.parametrize("limits", [PUSHED, ONE_SHOT], ids=["pushed", "one-shot"])
+def test_the_fused_norm_has_the_bits_of_the_two_calls(world, limits):
+    run(world, _fused, limits)
 
 
 CALLS_IN_A_GRAPH, REPLAYS = 100, 200
@@ -223,7 +230,7 @@ def test_a_killed_rank_ends_the_others_within_the_time_out(world):
     results.pop(1)
     assert any("waits for rank 1's " in message and "no answer within 2 s" in message for message, _ in results)
     for message, seconds in results:
-        assert "signal of generation " in message, message
+        assert re.search("(signal|call|data) of generation ", message), message
         assert seconds < 10, message
 
 

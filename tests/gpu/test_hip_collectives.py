@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlk.collectives.failure import NO_SLOT
+from rlk.collectives.ipc_library import Sizes
 from rlk.ops import gpu_library
 from tests.gfx942 import collective_runs as runs
 from tests.gfx942.hip_runs import BFLOAT16, FLOAT16, FLOAT32, LAUNCHERS, STORED
@@ -18,22 +19,24 @@ from tests.gpu.test_hip_kernels import from_gpu, launch, on_gpu
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
 WORLDS = (1, 2, 4, 8)
+ROUTES = (runs.ONE_SHOT, runs.TWO_SHOTS, runs.PUSHED)
+MOST_PUSHED = runs.MOST_GROUPS * runs.LEAST_SLICE
 
 
 class GpuGroup:
     """The ranks of a group in one process, each with a stream of its own: on one GPU, or each on its own."""
 
-    def __init__(self, world, spread, slice_bytes=8192, direct_bytes=1 << 20, timeout_s=20.0):
-        self.world, self.sizes = world, (slice_bytes, direct_bytes)
+    def __init__(self, world, spread, slice_bytes=8192, direct_bytes=1 << 20, timeout_s=20.0, push_bytes=32_768):
+        self.world, self.sizes = world, Sizes(slice_bytes, direct_bytes, push_bytes)
         self.devices = [torch.device("cuda", rank if spread else 0) for rank in range(world)]
         for a, b in itertools.permutations(set(self.devices), 2):
             torch.zeros(1, device=a).to(b)  # makes torch enable peer access
-        segment, progress, record = runs.collective_bytes(*self.sizes)
+        segment, progress, record = runs.collective_bytes(self.sizes, world)
         self.segments = [torch.zeros(segment, dtype=torch.uint8, device=d) for d in self.devices]
         self.progresses = [torch.zeros(progress, dtype=torch.uint8, device=d) for d in self.devices]
         self.raw_records = [torch.zeros(record, dtype=torch.uint8).pin_memory() for _ in self.devices]
         self.streams = [torch.cuda.Stream(d) for d in self.devices]
-        self.ranks = runs.all_ranks([s.data_ptr() for s in self.segments], *self.sizes, timeout_s,
+        self.ranks = runs.all_ranks([s.data_ptr() for s in self.segments], self.sizes, timeout_s,
                                     [r.data_ptr() for r in self.raw_records])
         self._load_kernels()
 
@@ -42,9 +45,9 @@ class GpuGroup:
         after a failure, so that they return at once."""
         rng = np.random.default_rng(0)
         jobs = [runs.barrier(self.world), runs.all_gather(rng, self.world, FLOAT32, 4),
-                runs.norm(rng, self.world, 32, 1, 16)]
+                *(runs.norm(rng, self.world, 32, 1, 16, route=route) for route in (runs.ONE_SHOT, runs.PUSHED))]
         for dtype in STORED:
-            jobs += [runs.all_reduce(rng, self.world, dtype, 4, route) for route in (runs.ONE_SHOT, runs.TWO_SHOTS)]
+            jobs += [runs.all_reduce(rng, self.world, dtype, 4, route) for route in ROUTES]
             jobs.append(runs.reduce_scatter(rng, self.world, dtype, [4]))
         for progress in self.progresses:
             progress[0] = 1  # the host's record is taken
@@ -68,7 +71,7 @@ class GpuGroup:
 
     def slot(self, rank, slot, like):
         """The slot as a tensor like another."""
-        start = runs.direct_offset(*self.sizes, slot)
+        start = runs.direct_offset(self.sizes, slot)
         return self.segments[rank][start:start + like.nbytes].view(like.dtype).view(like.shape)
 
     def call(self, rank, job, xs, outs):
@@ -128,7 +131,7 @@ def wave():
     return 64 if torch.version.hip else 32
 
 
-@pytest.mark.parametrize("route", [runs.ONE_SHOT, runs.TWO_SHOTS])
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", STORED)
 def test_sum_over_ranks_is_the_tree(dtype, world, route, spread):
@@ -137,6 +140,8 @@ def test_sum_over_ranks_is_the_tree(dtype, world, route, spread):
     if world > 2 and not spread:
         del counts[-2:]  # workgroups that wait for each other have to fit on one GPU at one time
     for k, count in enumerate(counts):
+        if route == runs.PUSHED:
+            count = min(count, MOST_PUSHED // STORED[dtype].itemsize)
         group.check(runs.all_reduce(rng, world, dtype, count, route, in_place=k % 2 == 1))
     group.check(*(runs.all_reduce(rng, world, dtype, 30_001, route, slot=k % 2) for k in range(4)))
 
@@ -146,7 +151,7 @@ def test_mixed_calls_queue_up_in_any_order(world, spread):
     group, rng, slot = make_group(world, spread, direct_bytes=1 << 16), np.random.default_rng(world), NO_SLOT
     jobs = []
     for _ in range(100):
-        jobs.append(runs.random_job(rng, world, wave(), slot, *group.sizes))
+        jobs.append(runs.random_job(rng, world, wave(), slot, group.sizes))
         slot = jobs[-1].slot
     group.check(*jobs)
 
@@ -162,11 +167,12 @@ def test_large_gathers_and_scatters(world, spread):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("D", [48, 512, 1040, 2048, 4096, 5120, 8192])
-def test_norm_of_the_sum_has_the_bits_of_the_triton_kernel(D, world, spread):
+@pytest.mark.parametrize("route", [runs.ONE_SHOT, runs.PUSHED])
+def test_norm_of_the_sum_has_the_bits_of_the_triton_kernel(D, world, route, spread):
     from rlk.kernels.norm import add_rms_norm
 
     group, rng = make_group(world, spread, slice_bytes=65_536, direct_bytes=1 << 20), np.random.default_rng(D)
-    job = runs.norm(rng, world, wave(), 9, D, slot=int(rng.integers(-1, 2)))
+    job = runs.norm(rng, world, wave(), 9, D, int(rng.integers(-1, 2)), route)
     group.check(job)
     _, residual, weight = job.inputs[0]
     partial = runs.expected_sum(FLOAT32, [xs[0] for xs in job.inputs])
@@ -182,8 +188,10 @@ def test_graph_replays_with_changing_inputs(world, spread):
     group, rng = make_group(world, spread), np.random.default_rng(0)
 
     def draw():
-        return [runs.all_reduce(rng, world, FLOAT16, 16_384), runs.all_reduce(rng, world, FLOAT32, 5000, slot=0),
+        return [runs.all_reduce(rng, world, FLOAT16, 16_384), runs.all_reduce(rng, world, BFLOAT16, 777, runs.PUSHED),
+                runs.all_reduce(rng, world, FLOAT32, 5000, slot=0),
                 runs.all_gather(rng, world, BFLOAT16, 1000), runs.norm(rng, world, wave(), 8, 1024, slot=1),
+                runs.norm(rng, world, wave(), 8, 2048, route=runs.PUSHED),
                 runs.reduce_scatter(rng, world, BFLOAT16, [100, 7]),
                 runs.all_reduce(rng, world, FLOAT32, 20_000, runs.TWO_SHOTS), runs.barrier(world)]
 
@@ -213,28 +221,38 @@ def test_graph_replays_with_changing_inputs(world, spread):
                     assert same_bytes(from_gpu(out, expected), expected), (rank, job.operation)
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("world", [2, 4])
-def test_no_read_is_torn_in_a_million_generations(world, spread):
-    """Slices of 128 bytes: each call is many generations, and each workgroup goes on while its peers still read."""
+def test_no_read_is_torn_in_a_million_generations(world, route, spread):
+    """Pulled: slices of 128 bytes, so that a call is many generations, and each workgroup goes on while its peers still
+    read. Pushed, a call is one generation of each workgroup."""
     if not spread:
         pytest.skip("needs a GPU for each rank: torch's kernels between the calls wait for workgroups that spin")
-    group, rng, per_group = make_group(world, spread, slice_bytes=128), np.random.default_rng(0), 32
-    count, calls, rounds = runs.MOST_GROUPS * 32 * per_group, 25, 1_000_000 // (runs.MOST_GROUPS * per_group * 25) + 1
-    jobs = [runs.all_reduce(rng, world, FLOAT32, count) for _ in range(2)]
+    group, rng = make_group(world, spread, slice_bytes=128), np.random.default_rng(0)
+    per_group = 1 if route == runs.PUSHED else 32 * (1 + (route == runs.TWO_SHOTS))
+    count = (MOST_PUSHED // 4) if route == runs.PUSHED else runs.MOST_GROUPS * 32 * 32
+    calls, rounds = 25, 1_000_000 // (runs.MOST_GROUPS * per_group * 25) + 1
+    jobs = [runs.all_reduce(rng, world, FLOAT32, count, route) for _ in range(2)]
     buffers = [[group.buffers(rank, job) for job in jobs] for rank in range(world)]
-    expected = [on_gpu(job.expected[0][0]).view(torch.int32) for job in jobs]
+    targets = [[on_gpu(job.expected[0][0], d).view(torch.int32) for job in jobs] for d in group.devices]
     wrong = [torch.zeros((), dtype=torch.int64, device=d) for d in group.devices]
-    targets = [[e.to(d) for e in expected] for d in group.devices]
+
+    def compare(rank, out, target):
+        with group.on(rank):
+            wrong[rank] += (out.view(torch.int32) != target).sum()
+
+    for rank in range(world):  # loading a kernel of torch waits for the device: not while a workgroup spins there
+        compare(rank, targets[rank][0], targets[rank][0])
     group.synchronize()
     for _ in range(rounds):
         for call in range(calls):
             for rank in range(world):
                 xs, outs = buffers[rank][call % 2]
                 group.call(rank, jobs[call % 2], xs, outs)
-                with group.on(rank):
-                    wrong[rank] += (outs[0].view(torch.int32) != targets[rank][call % 2]).sum()
+                compare(rank, outs[0], targets[rank][call % 2])
         group.synchronize()
-    assert all(group.record(rank)["kind"] == runs.NO_FAILURE for rank in range(world))
+    for rank in range(world):
+        assert group.record(rank)["kind"] == runs.NO_FAILURE, group.record(rank)
     generations = sum(int(progress["generation"]) for progress in
                       runs.group_progress(group.progresses[0].cpu().numpy()))
     assert generations >= 1_000_000 and not any(int(count) for count in wrong)
@@ -263,11 +281,12 @@ def test_closed_rank_is_not_waited_for(spread):
     assert (group.record(0)["kind"], group.record(0)["peer"]) == (runs.PEER_CLOSED, 1)
 
 
-@pytest.mark.parametrize("theirs", ["size", "route", "operation"])
+@pytest.mark.parametrize("theirs", ["size", "route", "pushed", "operation"])
 def test_ranks_that_disagree_both_find_out(theirs, spread):
     group, rng = make_group(2, spread), np.random.default_rng(0)
     mine = runs.all_reduce(rng, 2, FLOAT32, 20_000)
     other = {"size": runs.all_reduce(rng, 2, FLOAT32, 32), "route": runs.all_reduce(rng, 2, FLOAT32, 20_000, 1),
+             "pushed": runs.all_reduce(rng, 2, FLOAT32, 20_000, runs.PUSHED),
              "operation": runs.barrier(2)}[theirs]
     for rank, job in enumerate((mine, other)):
         group.queue(rank, job)

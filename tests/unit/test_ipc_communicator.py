@@ -20,14 +20,14 @@ from rlk.collectives.factory import make_communicator
 from rlk.collectives.failure import Call, Failure
 from rlk.collectives.fused import all_reduce_add_rms_norm
 from rlk.collectives.ipc import IpcCommunicator
-from rlk.collectives.ipc_library import Library, Ranks
+from rlk.collectives.ipc_library import LEAST_SLICE, MOST_GROUPS, Library, Ranks, Sizes
 from rlk.errors import CheckFailed, UsageError
 from rlk.ops.norm import add_rms_norm
 from tests.collective_cases import same_bytes
 from tests.fake_gpu import FakeGpu, FakeStream, OwnMemory, install
 from tests.spawn import run_ranks
 
-SLICE, DIRECT = 1024, 4096
+SLICE, DIRECT, PUSH = SIZES = Sizes(1024, 4096, 4096)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def comm(cuda, gpu):
     """Rank 1 of 4, whose global numbers are 10 to 13."""
     library = Library()
     segments = [library.memory_create(SLICE + 2 * DIRECT) for _ in range(4)]
-    made = IpcCommunicator(OwnMemory(library, 1, segments, SLICE, DIRECT), timeout_s=2.5)
+    made = IpcCommunicator(OwnMemory(library, 1, segments, SIZES), timeout_s=2.5)
     yield made
     made.close()
 
@@ -68,7 +68,8 @@ def test_the_group_is_described_to_the_kernels(comm, gpu):
     ((ranks, progress, *_),) = gpu.called("all_reduce")
     assert isinstance(ranks, Ranks) and (ranks.rank, ranks.world) == (1, 4)
     assert list(ranks.segment)[:4] == comm._memory.segments and list(ranks.segment)[4:] == [None] * 4
-    assert (ranks.slice_bytes, ranks.direct_bytes, ranks.timeout_ns) == (SLICE, DIRECT, 2_500_000_000)
+    assert (ranks.slice_bytes, ranks.direct_bytes, ranks.push_bytes) == SIZES
+    assert ranks.timeout_ns == 2_500_000_000
     assert (ranks.failure, progress) == (comm._memory.failure_address, comm._memory.progress)
 
 
@@ -79,7 +80,7 @@ def test_all_reduce_hands_over_code_addresses_count_and_stream(comm, gpu, cuda, 
     x = torch.randn(3, 5).to(dtype)
     result = comm.all_reduce(x, x if in_place else None)
     ((_, _, code, route, slot, source, target, count, stream),) = gpu.called("all_reduce")
-    assert (code, route, slot) == (DTYPE_CODE[dtype], routes.ONE_SHOT, -1)
+    assert (code, route, slot) == (DTYPE_CODE[dtype], routes.PUSHED, -1)
     assert (source, target, count, stream) == (x.data_ptr(), result.data_ptr(), 15, 0x77)
     assert same_bytes(result, x) and (result is x) == in_place
 
@@ -163,16 +164,36 @@ def test_bad_input_is_refused_before_anything_is_launched(comm, gpu, bad, messag
 # ---- routes ----
 
 
-@pytest.mark.parametrize("size, route", [(0, 0), (64 << 10, 0), (256 << 10, 0), ((256 << 10) + 4, 1), (32 << 20, 1)])
+@pytest.mark.parametrize("size, route", [(0, routes.PUSHED), (400, routes.PUSHED), (404, routes.ONE_SHOT),
+                                         (4000, routes.ONE_SHOT), (4004, routes.TWO_SHOT), (1 << 20, routes.TWO_SHOT)])
 def test_the_size_picks_the_route(comm, gpu, size, route):
-    assert comm.one_shot_bytes == routes.ONE_SHOT_BYTES["sm_90"][4]
+    assert comm.limits == routes.LIMITS["sm_90"][4]
+    comm.limits = routes.Limits(400, 4000)
     comm.all_reduce(torch.zeros(size // 4))
     assert gpu.called("all_reduce")[0][3] == route
 
 
-def test_every_architecture_and_world_has_its_thresholds():
+def test_what_the_kernels_cannot_push_goes_one_shot(comm, gpu):
+    comm.limits = routes.Limits(routes.EVERY_SIZE, routes.EVERY_SIZE)
+    most = MOST_GROUPS * LEAST_SLICE // 4
+    for count in (most, most + 1):
+        comm.all_reduce(torch.zeros(count))
+    comm._memory.sizes = SIZES._replace(push=LEAST_SLICE - 128)
+    comm.all_reduce(torch.zeros(1))
+    assert [args[3] for args in gpu.called("all_reduce")] == [routes.PUSHED, routes.ONE_SHOT, routes.ONE_SHOT]
+    comm._memory.sizes = SIZES
+    for T, D in ((MOST_GROUPS, 512), (MOST_GROUPS + 1, 512), (1, 1024), (1, 1040)):
+        comm.all_reduce_add_rms_norm(torch.zeros(T, D), torch.zeros(T, D).bfloat16(), torch.ones(D).bfloat16(), 1e-6)
+    assert [args[2] for args in gpu.called("all_reduce_rms_norm")] == [routes.PUSHED, routes.ONE_SHOT, routes.PUSHED,
+                                                                       routes.ONE_SHOT]
+
+
+def test_every_architecture_and_world_has_its_limits():
     for architecture in ("sm_90", "gfx942"):
-        assert all(routes.one_shot_bytes(architecture, world) > 0 for world in routes.WORLDS)
+        for world in routes.WORLDS:
+            limits = routes.limits(architecture, world)
+            assert 0 < limits.pushed < limits.one_shot and limits.pushed <= MOST_GROUPS * LEAST_SLICE
+        assert routes.limits(architecture, 1).route(0) == routes.ONE_SHOT
 
 
 # ---- direct staging ----
@@ -205,7 +226,7 @@ def test_the_norm_is_fused_where_it_fits_and_composed_elsewhere(comm, gpu):
     w, residual = torch.ones(32).bfloat16(), torch.randn(3, 32).bfloat16()
     all_reduce_add_rms_norm(comm, torch.randn(3, 32), residual, w, 1e-6)
     assert len(gpu.called("all_reduce_rms_norm")) == 1 and not gpu.called("all_reduce")
-    comm.one_shot_bytes = 100  # the message is larger
+    comm.limits = routes.Limits(-1, 100)  # the message is larger
     partial = torch.randn(3, 32)
     composed = all_reduce_add_rms_norm(comm, partial.clone(), residual, w, 1e-6)
     assert len(gpu.called("all_reduce_rms_norm")) == 1 and len(gpu.called("all_reduce")) == 1
@@ -354,7 +375,7 @@ def pretend(gpus=("a", "b", "c"), peer_access=True, refuses=()):
 
 def _close_in_turn(rank, world, first):
     gpu = pretend()
-    comm = ipc.connect(dist.group.WORLD, 1.0, SLICE, DIRECT)
+    comm = ipc.connect(dist.group.WORLD, 1.0, SIZES)
     peers = [args[0] for args in gpu.called("ipc_open")]
     own = comm._memory.segments[rank]
     for turn in ([0, 1] if first == 0 else [1, 0]):
@@ -379,7 +400,7 @@ def test_a_segment_is_freed_when_nobody_has_it_mapped_in_either_order(first):
 def _cannot_map(rank, world):
     gpu = pretend(refuses=["ipc_open"] if rank == 1 else [])
     with pytest.raises(UsageError) as caught:
-        ipc.connect(dist.group.WORLD, 1.0, SLICE, DIRECT)
+        ipc.connect(dist.group.WORLD, 1.0, SIZES)
     return str(caught.value), len(gpu.memory)
 
 

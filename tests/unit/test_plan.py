@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from rlk.collectives.ipc_library import SIZES, segment_bytes
 from rlk.config import RunConfig, resolve
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
@@ -61,6 +62,18 @@ def test_weights_are_held_again_for_a_reference_and_for_another_rollout_tp():
     assert "reference model" not in alone.items and "engine's own weights" not in alone.items
     assert plan(RunConfig(kl_coef=0.1)).items["reference model"] == weights
     assert plan(RunConfig(rollout_tp=2), world=2).items["engine's own weights"] == local_parameters(SMALL, 2) * 2
+
+
+def test_communicators_of_gpus_are_counted_as_they_are_made():
+    """The patient groups have their own, even of the same ranks; groups that GPU IPC does not serve have none."""
+    def collectives(world, **options):
+        return plan(RunConfig(device="cuda", dtype="bfloat16", **options), world=world).items["collectives"]
+
+    pair, four = segment_bytes(SIZES, 2), segment_bytes(SIZES, 4)
+    assert "collectives" not in plan(RunConfig(tp=2), world=2).items
+    assert collectives(1) == 0 and collectives(3) == 0
+    assert collectives(2, tp=2) == 2 * pair  # tp and engine; world
+    assert collectives(4, tp=2, cp=2) == 3 * pair + four  # tp and engine, cp, gradients; world
 
 
 def test_optimizer_is_sharded_over_dp_and_cp():
