@@ -27,7 +27,7 @@ from rlk.ops.registry import registry
 from rlk.plan import MemoryPlan, available_memory, local_parameters, plan_memory
 from rlk.topology import Topology
 
-OPERATORS = ("adamw", "attention", "embedding", "gemm", "logprob", "norm", "sampler", "swiglu")
+OPERATORS = ("adamw", "attention", "embedding", "gemm", "logprob", "norm", "paged_rows", "sampler", "swiglu")
 EVIDENCE_BYTES_PER_TOKEN = 32  # an audited log-prob: id, both bit patterns, replicas
 
 

@@ -221,7 +221,10 @@ def attention_paged(q_THE: torch.Tensor, k_cache_PSGE: torch.Tensor, v_cache_PSG
     if held * page_size > MOST_PAGED:
         raise ValueError(f"attention_paged got a table of {held} positions in pages of {page_size}, expected positions "
                          f"x page size up to {MOST_PAGED}; take smaller pages")
-    _check_keys("attention_paged", k_cache_PSGE, v_cache_PSGE)
+    check_keys("attention_paged", k_cache_PSGE, v_cache_PSGE)
+    if v_cache_PSGE.stride() != k_cache_PSGE.stride():
+        raise ValueError(f"attention_paged got a v cache with strides {v_cache_PSGE.stride()} beside a k cache with "
+                         f"{k_cache_PSGE.stride()}, expected the same; allocate both alike")
     if not isinstance(segments, Plan):
         segments = (decode_plan(segments, min(most_keys or held, held)) if segments.is_cuda else
                     make_plan(segments, q_THE, G, len(block_table), held))
@@ -234,10 +237,13 @@ def attention_varlen(q_THE: torch.Tensor, k_UGE: torch.Tensor, v_UGE: torch.Tens
                      key_starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rlk.ops.attention.attention_varlen on the GPU, forward: (o [T, H, E] BF16, base-2 log-sum-exp [T, H] FP32).
 
+    k and v with rows of different strides (a norm's output beside a view of the fused qkv) are copied.
     segments: on the CPU, or a Plan. key_starts int32 [sources] on the GPU; its entries are not checked. Rows outside of
     every segment have o = 0 and lse = 0. Raises ValueError for shapes, strides and segments that do not fit.
     """
-    _check_keys("attention_varlen", k_UGE, v_UGE)
+    if k_UGE.stride() != v_UGE.stride():  # the kernels know one stride
+        k_UGE, v_UGE = k_UGE.contiguous(), v_UGE.contiguous()
+    check_keys("attention_varlen", k_UGE, v_UGE)
     if not isinstance(segments, Plan):
         segments = make_plan(segments, q_THE, k_UGE.shape[1], len(key_starts), len(k_UGE))
     return _attend("attention_varlen", q_THE, k_UGE, v_UGE, segments, key_starts, (k_UGE.stride(0), 0, 0, 0, 0), False)
@@ -270,7 +276,7 @@ def _attend(op, q_THE, k, v, tiling, table, key_layout, paged):
         config = choose(architecture(), "attention_prefill")
         attention_prefill[len(tiling.prefill.table), G](
             q_THE, k, v, o_THE, lse_TH, tiling.prefill.table, *shared,
-            **constants(config, E, PAGED=paged, LSE=not paged), **_options(config))
+            **constants(config, E, PAGED=paged, LSE=not paged), **options(config))
     if tiling.split is not None:
         _attend_split(q_THE, k, v, o_THE, lse_TH, tiling.split, shared, paged)
     return o_THE, lse_TH
@@ -288,26 +294,28 @@ def _attend_split(q_THE, k, v, o_THE, lse_TH, tiles: Tiles, shared, paged):
         check_tensor("attention", "a workspace", state, torch.float32)
     attention_split[len(tiles.table), G, tiles.chunks](
         q_THE, k, v, *states, tiles.table, *shared, **constants(split, E, PAGED=paged, IDENTITY=tiles.identity),
-        **_options(split))
+        **options(split))
     attention_merge[places, H](
         *states, o_THE, lse_TH, tiles.table, tiles.rows, tiles.chunks,
-        **constants(merge, E, IDENTITY=tiles.identity, LSE=not paged), **_options(merge))
+        **constants(merge, E, IDENTITY=tiles.identity, LSE=not paged), **options(merge))
 
 
-def _check_keys(op, k, v):
+def check_keys(op, k, v):
+    """Raise ValueError unless k and v, in rows or pages, are of one shape and lie as the kernels read them."""
     for name, x in (("k", k), ("v", v)):
         E = x.shape[-1]
         if x.dtype != torch.bfloat16 or not x.is_cuda or x.data_ptr() % 16:
             raise ValueError(f"{op} got {name} {x.dtype} on {x.device} at {x.data_ptr():#x}, expected bfloat16 on a "
                              "GPU at a multiple of 16 bytes")
-        if x.stride()[-2:] != (E, 1) or x.stride() != k.stride() or x.shape != k.shape:
-            raise ValueError(f"{op} got {name} {tuple(x.shape)} with strides {x.stride()} beside k {tuple(k.shape)} "
-                             f"with {k.stride()}, expected the same, and a row's heads contiguous")
+        if x.stride()[-2:] != (E, 1) or x.shape != k.shape:
+            raise ValueError(f"{op} got {name} {tuple(x.shape)} with strides {x.stride()} beside k {tuple(k.shape)}, "
+                             "expected the same shape, and a row's heads contiguous")
         check_multiple(op, **{f"{name}_stride_{i}": stride for i, stride in enumerate(x.stride()[:-2])})
         state_range(x)
 
 
-def _options(config: Config) -> dict[str, Any]:
+def options(config: Config) -> dict[str, Any]:
+    """What a launch passes to the compiler: no FMA but those that are written."""
     return {"enable_fp_fusion": False, **config.options}
 
 
@@ -331,7 +339,7 @@ def variants(arch: str) -> list[Variant]:
             signature = {argument: POINTERS.get(argument, "fp32" if argument == "scale" else "i32")
                          for argument in function.arg_names if argument not in fixed}
             divisible = tuple(x for x in signature if x in POINTERS or x in ("q_stride", "key_stride", "page_stride"))
-            variant = Variant(config.kernel, f"{name}_{form}_e{E}", function, signature, fixed, _options(config),
+            variant = Variant(config.kernel, f"{name}_{form}_e{E}", function, signature, fixed, options(config),
                               divisible, small=tuple(x for x in signature if x in POINTERS))
             found.append(variant)
             if arch == "gfx942" and "k" in signature:  # keys of 2 GiB and more: other loads

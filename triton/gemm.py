@@ -1,8 +1,10 @@
-"""Matrix products y[M, N] = x[M, K] w[N, K]^T: BF16 operands, FP32 sums, BF16 or FP32 results. Forward only.
+"""Matrix products y[M, N] = x[M, K] w[N, K]^T: BF16 operands, FP32 sums, BF16 or FP32 results. Forward.
 
 Layout: x, w and y are row-major. One program makes a BLOCK_M x BLOCK_N tile; M tiles of one group of N tiles are
 neighbours in the launch order, so that a weight tile is read from memory once. Rows and columns beyond M and N read
 the last row or column again and are not written, so that loads need no mask; where K has a tail, it reads as zero.
+A configuration may swap the matrix unit's operands (w x^T, so that few rows of x fill it), and may start before the
+kernel in front has ended: until then it only moves its weights into the L2 cache, which holds no old values.
 
 Reduction order, the same in every configuration:
   gfx942  K is cut in chunks of 1024. A chunk is one FP32 accumulator from +0, K ascending by MFMA 16x16x16 (in blocks
@@ -10,7 +12,9 @@ Reduction order, the same in every configuration:
   sm_90   one FP32 accumulator from +0 over all of K, ascending.
   leaves  K is cut in equal leaves, each as above; leaves are added in the tree ((0+1)+(2+3))+((4+5)+(6+7)).
 One rounding at the end. Schedules: a program sums all of K (monolithic), or one chunk of one leaf (split), whose sum
-goes to a workspace [leaves x chunks, M, N] that gemm_reduce.py adds up in that same order.
+goes to a workspace [leaves x chunks, M, N] that gemm_reduce.py adds up in that same order. Epilogues, where a program
+has the whole sum: the BF16 residual added in FP32 before the rounding; or SwiGLU of a gate and an up tile, which the
+program sums one after the other and rounds to BF16 each, as the product alone would.
 """
 
 from __future__ import annotations
@@ -25,59 +29,98 @@ import triton.language as tl
 from rlk.contract import GEMM_CHUNK
 from rlk.kernels import gemm_reduce
 from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.swiglu import silu_times
 from rlk.kernels.variants import Variant, architecture
 
 LEAVES = gemm_reduce.LEAVES
 GROUP_N = tl.constexpr(8)  # N tiles that share a pass over the M tiles
 UNBOUNDED = 1 << 31
+AFTER = -1  # start when the kernel in front has ended
+FINISHES = {"bf16": ("round", "bf16"), "fp32": ("round", "fp32"), "residual": ("residual", "bf16"),
+            "swiglu": ("swiglu", "bf16")}  # what a program may do with a whole sum -> (EPILOGUE, dtype of y)
 
 
 @triton.jit
-def _product(x, w, x_offsets, w_offsets, first, last, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
-             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
+def tile_at(tiles_m, tiles_n):
+    """(M tile, N tile) of this program."""
+    first_n = tl.program_id(0) // (GROUP_N * tiles_m) * GROUP_N
+    in_group = tl.program_id(0) % (GROUP_N * tiles_m)
+    columns_in_group = min(tiles_n - first_n, GROUP_N)
+    return in_group // columns_in_group, first_n + in_group % columns_in_group
+
+
+@triton.jit
+def _product(a, b, a_offsets, b_offsets, first, last, EVEN_K: tl.constexpr, ROWS: tl.constexpr,
+             COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
     """Sum over k in [first, last), from +0."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in tl.range(first, last, BLOCK_K, loop_unroll_factor=UNROLL):
         if EVEN_K:
-            x_tile = tl.load(x + k + x_offsets)
-            w_tile = tl.load(w + k + w_offsets)
+            a_tile = tl.load(a + k + a_offsets)
+            b_tile = tl.load(b + k + b_offsets)
         else:
             inside = tl.arange(0, BLOCK_K) < last - k
-            x_tile = tl.load(x + k + x_offsets, mask=inside[None, :], other=0.0)
-            w_tile = tl.load(w + k + w_offsets, mask=inside[:, None], other=0.0)
-        acc = tl.dot(x_tile, w_tile, acc)
+            a_tile = tl.load(a + k + a_offsets, mask=inside[None, :], other=0.0)
+            b_tile = tl.load(b + k + b_offsets, mask=inside[:, None], other=0.0)
+        acc = tl.dot(a_tile, b_tile, acc)
     return acc
 
 
 @triton.jit
-def _leaf(x, w, x_offsets, w_offsets, first, leaf_k, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
-          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
+def _leaf(a, b, a_offsets, b_offsets, first, leaf_k, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr,
+          COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
     """Sum over k in [first, first + leaf_k), by chunks."""
     last = first + leaf_k
     if CHUNK == 0:
-        total = _product(x, w, x_offsets, w_offsets, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
+        total = _product(a, b, a_offsets, b_offsets, first, last, EVEN_K, ROWS, COLUMNS, BLOCK_K, UNROLL)
     else:
-        total = tl.full((BLOCK_M, BLOCK_N), -0.0, tl.float32)  # -0 + a is a, for every a: the first chunk as it is
+        total = tl.full((ROWS, COLUMNS), -0.0, tl.float32)  # -0 + a is a, for every a: the first chunk as it is
         for chunk in range(first, last, CHUNK):
-            total += _product(x, w, x_offsets, w_offsets, chunk, min(chunk + CHUNK, last), EVEN_K, BLOCK_M, BLOCK_N,
+            total += _product(a, b, a_offsets, b_offsets, chunk, min(chunk + CHUNK, last), EVEN_K, ROWS, COLUMNS,
                               BLOCK_K, UNROLL)
     return total
 
 
+@triton.jit
+def _fetch_ahead(w, columns, K, AHEAD: tl.constexpr):
+    """Ask for the first AHEAD elements of each row of w in L2, one request for a line of 128 bytes."""
+    line = tl.arange(0, AHEAD // 64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
+                              [w + columns[:, None] * K + line[None, :] * 64], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["M"])
-def gemm(x, w, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
-         EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-         UNROLL: tl.constexpr):
-    """Grid (tiles, 1), TREE leaves in each program; or, split, (tiles, leaves x chunks) with y the FP32 workspace."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first_n = tl.program_id(0) // (GROUP_N * tiles_m) * GROUP_N
-    in_group = tl.program_id(0) % (GROUP_N * tiles_m)
-    columns_in_group = min(tiles_n - first_n, GROUP_N)
-    rows = in_group // columns_in_group * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (first_n + in_group % columns_in_group) * BLOCK_N + tl.arange(0, BLOCK_N)
+def gemm(x, w, residual, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
+         EPILOGUE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr,
+         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
+    """Grid (tiles, 1), TREE leaves in each program; or, split, (tiles, leaves x chunks) with y the FP32 workspace.
+
+    EPILOGUE: "round" to y's dtype, "residual" (added first) or "swiglu" (w is gate then up; y has N/2 columns).
+    """
+    width = N // 2 if EPILOGUE == "swiglu" else N
+    tile_m, tile_n = tile_at(tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N))
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    x_offsets = tl.minimum(rows, M - 1)[:, None] * K + depth[None, :]
-    w_offsets = tl.minimum(columns, N - 1)[None, :] * K + depth[:, None]
+    if AHEAD >= 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            _fetch_ahead(w, tl.minimum(columns, width - 1), K, AHEAD)
+        tl.extra.cuda.gdc_wait()
+    if SWAP:
+        a, b = w, x
+        a_offsets = tl.minimum(columns, width - 1)[:, None] * K + depth[None, :]
+        b_offsets = tl.minimum(rows, M - 1)[None, :] * K + depth[:, None]
+        y_offsets = rows[None, :] * width + columns[:, None]
+        inside = (rows < M)[None, :] & (columns < width)[:, None]
+    else:
+        a, b = x, w
+        a_offsets = tl.minimum(rows, M - 1)[:, None] * K + depth[None, :]
+        b_offsets = tl.minimum(columns, width - 1)[None, :] * K + depth[:, None]
+        y_offsets = rows[:, None] * width + columns[None, :]
+        inside = (rows < M)[:, None] & (columns < width)[None, :]
+    ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     if SPLIT:
         part = tl.program_id(1)
         if CHUNK == 0:
@@ -88,11 +131,11 @@ def gemm(x, w, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.constexpr, CHUN
             leaf_first = part // chunks * leaf_k
             first = leaf_first + part % chunks * CHUNK
             last = min(first + CHUNK, leaf_first + leaf_k)
-        total = _product(x, w, x_offsets, w_offsets, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
+        total = _product(a, b, a_offsets, b_offsets, first, last, EVEN_K, ROWS, COLUMNS, BLOCK_K, UNROLL)
         y += part * M * N
     else:
         for leaf in tl.static_range(TREE):  # a binary counter: odd leaves close a pair, which may close a quad, ...
-            total = _leaf(x, w, x_offsets, w_offsets, leaf * leaf_k, leaf_k, CHUNK, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+            total = _leaf(a, b, a_offsets, b_offsets, leaf * leaf_k, leaf_k, CHUNK, EVEN_K, ROWS, COLUMNS, BLOCK_K,
                           UNROLL)
             if leaf % 2 == 0:
                 single = total
@@ -106,8 +149,17 @@ def gemm(x, w, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.constexpr, CHUN
                         quad = total
                     else:
                         total = quad + total
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    tl.store(y + rows[:, None] * N + columns[None, :], total.to(y.dtype.element_ty), mask=inside)
+    if EPILOGUE == "residual":
+        total = tl.load(residual + y_offsets, mask=inside, other=0.0).to(tl.float32) + total
+    if EPILOGUE == "swiglu":
+        if SWAP:
+            up = _leaf(w + width * K, x, a_offsets, b_offsets, 0, leaf_k, CHUNK, EVEN_K, ROWS, COLUMNS, BLOCK_K,
+                       UNROLL)
+        else:
+            up = _leaf(x, w + width * K, a_offsets, b_offsets, 0, leaf_k, CHUNK, EVEN_K, ROWS, COLUMNS, BLOCK_K,
+                       UNROLL)
+        total = silu_times(total.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32))
+    tl.store(y + y_offsets, total.to(y.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -129,6 +181,8 @@ class Config:
     tail: bool = False  # a leaf need not be a multiple of block_k
     unroll: int = 1  # K blocks per turn of the loop
     hint: str | None = None  # gfx942: the compiler's schedule_hint
+    swap: bool = False  # w is the matrix unit's first operand
+    ahead: int = AFTER  # sm_90: start early, with that many elements of each weight row (or none) on their way to L2
 
     def fits(self, M: int, N: int, leaf_k: int, leaves: int) -> bool:
         return (M <= self.max_m and self.min_n <= N <= self.max_n and self.min_k <= leaf_k <= self.max_k
@@ -142,6 +196,8 @@ class Config:
                 options["matrix_instr_nonkdim"] = 16
             if self.hint:
                 options["schedule_hint"] = self.hint
+        elif self.ahead != AFTER:
+            options["launch_pdl"] = True
         return options
 
 
@@ -195,39 +251,46 @@ def grid(config: Config, arch: str, M: int, N: int, K: int, leaves: int = 1) -> 
     return tiles, math.prod(parts(arch, K, leaves)) if config.split else 1
 
 
-def constants(config: Config, arch: str, tree: int) -> dict:
+def constants(config: Config, arch: str, tree: int, epilogue: str = "round") -> dict:
     """The constexpr arguments; `tree`: the leaves that one program adds up."""
-    return dict(TREE=tree, SPLIT=config.split, CHUNK=GEMM_CHUNK[arch], EVEN_K=not config.tail, BLOCK_M=config.block_m,
-                BLOCK_N=config.block_n, BLOCK_K=config.block_k, UNROLL=config.unroll)
+    return dict(TREE=tree, SPLIT=config.split, CHUNK=GEMM_CHUNK[arch], EPILOGUE=epilogue, EVEN_K=not config.tail,
+                SWAP=config.swap, AHEAD=config.ahead, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+                BLOCK_K=config.block_k, UNROLL=config.unroll)
 
 
 def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, leaves: int = 1, out_dtype: torch.dtype = torch.bfloat16,
-           residual_MN: torch.Tensor | None = None, swiglu: bool = False, config: str | None = None) -> torch.Tensor:
+           residual_MN: torch.Tensor | None = None, swiglu: bool = False,
+           config: str | Config | None = None) -> torch.Tensor:
     """x w^T on the GPU, [M, N].
 
     x BF16 [M, K], w BF16 [N, K]; N and each leaf of K multiples of 16. `leaves` 1, 2, 4 or 8. out_dtype BF16 or FP32.
     residual BF16 [M, N]: the FP32 sum is added to it before the one rounding. swiglu: w holds gate then up rows; the
-    result is silu(gate) * up [M, N/2], with the bits of the SwiGLU kernel behind the plain product. `config` names an
-    entry of CONFIGS instead of the one that fits. Raises ValueError for anything else.
+    result is silu(gate) * up [M, N/2], with the bits of the SwiGLU kernel behind the plain product. `config` (an entry
+    of CONFIGS, or a candidate to be timed) instead of the one that fits. Raises ValueError for anything else.
     """
     arch = architecture()
     M, N, K, x_MK = _checked(x_MK, w_NK, leaves, out_dtype, residual_MN, swiglu)
     name = config or choose(arch, max(M, 1), N, K, leaves)
-    config = CONFIGS[arch].get(name)
+    config = name if isinstance(name, Config) else CONFIGS[arch].get(name)
     if config is None or leaves not in config.leaves or (not config.tail and K // leaves % config.block_k):
         raise ValueError(f"linear got {leaves} leaves of {K // leaves} for the configuration {name}, expected one of "
                          f"{list(CONFIGS[arch])} that serves them; leave the choice to the dispatch")
     partial_counts = parts(arch, K, leaves) if config.split else (1, 1)
     count = math.prod(partial_counts)
     plain = not swiglu and residual_MN is None
-    direct = not config.split and plain and (leaves == 1 or out_dtype == torch.float32)  # without a workspace
-    y = x_MK.new_empty((M, N) if direct else (count, M, N), dtype=out_dtype if direct else torch.float32)
+    direct = not config.split and (leaves == 1 or (plain and out_dtype == torch.float32))  # without a workspace
+    width = N // 2 if swiglu else N
+    y = x_MK.new_empty((M, width) if direct else (count, M, N), dtype=out_dtype if direct else torch.float32)
     if M == 0:
-        return y.new_empty((0, N // 2 if swiglu else N), dtype=out_dtype)
+        return y.new_empty((0, width), dtype=out_dtype)
     check_tensor("linear", "room for the result" if direct else "a workspace", y, y.dtype)
-    gemm[grid(config, arch, M, N, K, leaves)](
-        x_MK, w_NK, y, M, N, K, K // leaves, **constants(config, arch, 1 if config.split else leaves),
-        **config.options(arch))
+    epilogue = "round" if plain or not direct else "swiglu" if swiglu else "residual"
+    if epilogue == "residual":  # else the reduction checks it
+        residual_MN = residual_MN.contiguous()
+        check_tensor("linear", "the residual", residual_MN, torch.bfloat16, (M, N))
+    gemm[grid(config, arch, M, width if direct else N, K, leaves)](
+        x_MK, w_NK, residual_MN if epilogue == "residual" else x_MK, y, M, N, K, K // leaves,
+        **constants(config, arch, 1 if config.split else leaves, epilogue), **config.options(arch))
     if direct:
         return y
     if count == 1 and plain and out_dtype == torch.float32:
@@ -261,12 +324,13 @@ def variants(arch: str) -> list[Variant]:
     found = []
     for name, config in CONFIGS[arch].items():
         for tree in (1,) if config.split else config.leaves:
-            for out in ("fp32",) if config.split or tree > 1 else ("bf16", "fp32"):
-                label = name + (f"_leaves{tree}" if tree > 1 else "") + ("" if config.split else f"_{out}")
+            for finish in ("fp32",) if config.split or tree > 1 else FINISHES:
+                epilogue, out = FINISHES[finish]
+                label = name + (f"_leaves{tree}" if tree > 1 else "") + ("" if config.split else f"_{finish}")
                 found.append(Variant(
                     kernel="gemm", name=label, function=gemm,
-                    signature={"x": "*bf16", "w": "*bf16", "y": f"*{out}", "M": "i32", "N": "i32", "K": "i32",
-                               "leaf_k": "i32"},
-                    constants=constants(config, arch, tree), options=config.options(arch),
-                    divisible=("x", "w", "y", "N", "K", "leaf_k"), small=("x", "w", "y")))
+                    signature={"x": "*bf16", "w": "*bf16", "residual": "*bf16", "y": f"*{out}", "M": "i32", "N": "i32",
+                               "K": "i32", "leaf_k": "i32"},
+                    constants=constants(config, arch, tree, epilogue), options=config.options(arch),
+                    divisible=("x", "w", "residual", "y", "N", "K", "leaf_k"), small=("x", "w", "residual", "y")))
     return found + gemm_reduce.variants(arch)

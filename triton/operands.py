@@ -45,3 +45,12 @@ def check_multiple(op: str, **widths: int) -> None:
     for name, width in widths.items():
         if width <= 0 or width % MULTIPLE:
             raise ValueError(f"{op} got {name} = {width}, expected a positive multiple of {MULTIPLE}; pad it")
+
+
+def state_far(tensor: torch.Tensor) -> None:
+    """Tell Triton that a kernel may reach any distance from this pointer, whatever the tensor's size.
+
+    For tables that exceed 2 GiB in some models: one form of the kernel, with 64-bit addresses, serves all.
+    """
+    if torch.version.hip:
+        tensor.ptr_range = lambda: MOST_BYTES

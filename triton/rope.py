@@ -21,6 +21,15 @@ from rlk.kernels.operands import check_multiple, check_tensor
 from rlk.kernels.variants import Variant, architecture
 
 
+@triton.jit
+def normed_rotation(a, b, first, second, c, s, eps, E: tl.constexpr):
+    """The FP32 halves a and b of heads [HEADS, E/2], normed by the weight's halves and rotated, in BF16."""
+    scale = inverse_rms(tl.sum(a * a + b * b, 1), tl.full((), E, tl.int32), eps)[:, None]
+    a = a * scale * first.to(tl.float32)
+    b = b * scale * second.to(tl.float32)
+    return tl.fma(a, c, -(b * s)).to(tl.bfloat16), tl.fma(b, c, a * s).to(tl.bfloat16)
+
+
 @triton.jit(do_not_specialize=["q_heads", "k_heads"])
 def qk_norm_rope_heads(x, x_stride, q_weight, k_weight, cosine, sine, q, k, q_heads, k_heads, eps, E: tl.constexpr,
                        HEADS: tl.constexpr):
@@ -40,18 +49,14 @@ def qk_norm_rope_heads(x, x_stride, q_weight, k_weight, cosine, sine, q, k, q_he
         x += token * x_stride + q_heads * E
     a = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + offsets + E // 2, mask=inside, other=0.0).to(tl.float32)
-    scale = inverse_rms(tl.sum(a * a + b * b, 1), tl.full((), E, tl.int32), eps)[:, None]
     shared = tl.broadcast_to(half[None, :], (HEADS, E // 2))  # each head's lanes load their own copy: no LDS
     if is_q:
         first, second = tl.load(q_weight + shared), tl.load(q_weight + shared + E // 2)
     else:
         first, second = tl.load(k_weight + shared), tl.load(k_weight + shared + E // 2)
-    a = a * scale * first.to(tl.float32)
-    b = b * scale * second.to(tl.float32)
     c = tl.load(cosine + token * (E // 2) + shared)
     s = tl.load(sine + token * (E // 2) + shared)
-    rotated_a = tl.fma(a, c, -(b * s)).to(tl.bfloat16)
-    rotated_b = tl.fma(b, c, a * s).to(tl.bfloat16)
+    rotated_a, rotated_b = normed_rotation(a, b, first, second, c, s, eps, E)
     if is_q:
         tl.store(q + token * q_heads * E + offsets, rotated_a, mask=inside)
         tl.store(q + token * q_heads * E + offsets + E // 2, rotated_b, mask=inside)

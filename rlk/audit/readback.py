@@ -9,7 +9,8 @@ def make_readback(registry: Registry, rank: int, world: int, architecture: str, 
     """One rank's record, for readback/rank-*.json. `fingerprint` is the contract's.
 
     `calls` has one entry per operator, backend, device and dtype; `fallbacks` counts the calls that ran outside the
-    contract (in native mode, all of them).
+    contract (in native mode, all of them). `probes` says for each library call that a probe compared with our own
+    kernel's bits whether they were equal: where they were not, our kernel ran.
     """
     calls = registry.readback()
     return {
@@ -20,6 +21,7 @@ def make_readback(registry: Registry, rank: int, world: int, architecture: str, 
         "contract_fingerprint": fingerprint,
         "fallbacks": sum(row["calls"] for row in calls if not row["contract"]),
         "calls": calls,
+        "probes": registry.probes,
     }
 
 

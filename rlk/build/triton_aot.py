@@ -27,7 +27,10 @@ from rlk.build import BUILD, KERNELS, contract_constants, fingerprint, triton_ve
 if TYPE_CHECKING:
     from rlk.kernels.variants import Variant
 
-MODULES = ("gemm", "norm", "rope", "swiglu", "logprob", "attention")  # of rlk.kernels; each has variants(arch)
+MODULES = (  # of rlk.kernels; each has variants(arch)
+    "gemm", "gemm_backward", "norm", "rope", "swiglu", "logprob", "attention", "attention_backward", "norm_backward",
+    "rope_backward", "swiglu_backward", "embedding", "paged_cache", "optimizer",
+)
 TARGETS = {"gfx942": ("hip", "gfx942", 64), "sm_90": ("cuda", 90, 32)}  # architecture -> arguments of a GPUTarget
 BINARY = {"gfx942": "hsaco", "sm_90": "cubin"}
 ASSEMBLY = {"gfx942": "amdgcn", "sm_90": "ptx"}

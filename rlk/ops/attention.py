@@ -53,7 +53,8 @@ def attention_paged(q_THE: Tensor, k_cache_PSGE: Tensor, v_cache_PSGE: Tensor, s
 def write_kv(k_TGE: Tensor, v_TGE: Tensor, k_cache_PSGE: Tensor, v_cache_PSGE: Tensor, slots_T: Tensor) -> None:
     """Copy row t of k and v into slot slots_T[t] % S of page slots_T[t] // S, in place.
 
-    slots_T: int64; -1 leaves the row out. Raises ValueError for a slot outside the cache.
+    slots_T: int64; -1 leaves the row out. Raises ValueError for a slot outside the cache; on a GPU, where the host does
+    not look at the table, such a row is left out too.
     """
     registry.call("write_kv", k_TGE, k_TGE, v_TGE, k_cache_PSGE, v_cache_PSGE, slots_T)
 

@@ -2,8 +2,9 @@
 
 Rule: every output element is one FP32 accumulator that starts at +0.0 and takes fused multiply-adds with K ascending,
 then one rounding. So a row's bits depend on that row and the weight alone. A row-parallel product splits K into equal
-leaves, each such an accumulator, and adds them in a balanced binary tree. The weight gradient's accumulator starts at
-main_grad and takes the tokens in ascending order, so a batch gives the bits of its micro-batches one after another.
+leaves, each such an accumulator, and adds them in a balanced binary tree. The weight gradient's accumulator takes the
+tokens in ascending order. On a CPU it starts at main_grad, so a batch gives the bits of its micro-batches one after
+another; on GPUs it starts at +0 and the sum is added to main_grad once per call.
 
 Shapes: M rows (tokens), N output features, K input features. Operands are FP32 or BF16, of one dtype, and contiguous
 weights; shapes or dtypes that do not fit raise ValueError with both.
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from rlk.ops.cpu_library import DTYPE_CODE, INT, LONG, POINTER, function, ptr
 from rlk.ops.gradients import at_least_fp32, main_grad, wants_grad
 from rlk.ops.registry import EVERYWHERE, registry
+from rlk.ops.swiglu import swiglu, swiglu_cpu, swiglu_reference
 
 
 def linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -41,6 +43,16 @@ def linear_leaves(x_MK: torch.Tensor, w_NK: torch.Tensor, leaves: int) -> torch.
     if wants_grad(x_MK, w_NK):
         return _Linear.apply(x_MK, w_NK, leaves)
     return registry.call("linear_leaves", x_MK, x_MK, w_NK, leaves)
+
+
+def linear_swiglu(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up in x's dtype, gate and up being the halves of x w^T's columns: the bits of swiglu(linear(x, w)).
+
+    Differentiable; without a gradient to record, a backend may keep gate and up to itself.
+    """
+    if wants_grad(x_MK, w_NK):
+        return swiglu(linear(x_MK, w_NK))
+    return registry.call("linear_swiglu", x_MK, x_MK, w_NK)
 
 
 def gemm_dx(dy_MN: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -81,6 +93,11 @@ class _Linear(torch.autograd.Function):
 @registry.register("linear", "reference", contract=False, devices=EVERYWHERE)
 def linear_reference(x_MK, w_NK):
     return F.linear(x_MK, w_NK)
+
+
+@registry.register("linear_swiglu", "reference", contract=False, devices=EVERYWHERE)
+def linear_swiglu_reference(x_MK, w_NK):
+    return swiglu_reference(F.linear(x_MK, w_NK))
 
 
 @registry.register("linear_fp32", "reference", contract=False, devices=EVERYWHERE)
@@ -134,6 +151,11 @@ def _linear_cpu(x_MK, w_NK, leaves, out_dtype):
 @registry.register("linear", "cpu", contract=True)
 def linear_cpu(x_MK, w_NK):
     return _linear_cpu(x_MK, w_NK, 1, x_MK.dtype)
+
+
+@registry.register("linear_swiglu", "cpu", contract=True)
+def linear_swiglu_cpu(x_MK, w_NK):
+    return swiglu_cpu(linear_cpu(x_MK, w_NK))
 
 
 @registry.register("linear_fp32", "cpu", contract=True)

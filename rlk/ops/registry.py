@@ -30,6 +30,7 @@ class Backend:
     contract: bool  # keeps the numerics contract
     devices: tuple[str, ...] = ("cpu",)
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    guard: Callable[..., bool] | None = None  # whether it takes a call's arguments; without one it takes all
     calls: dict[tuple[str, torch.dtype], int] = field(default_factory=dict)
 
     def serves(self, device: str, dtype: torch.dtype) -> bool:
@@ -41,15 +42,20 @@ class Registry:
 
     def __init__(self) -> None:
         self.mode = "consistency"
+        self.probes: list[dict] = []  # what start-up probes of library calls found, for the readback
         self._backends: dict[str, list[Backend]] = {}
-        self._chosen: dict[tuple, Backend] = {}
+        self._chosen: dict[tuple, list[Backend]] = {}
         self._overrides: dict[str, Backend] = {}
 
-    def register(self, op: str, name: str, *, contract: bool, devices=("cpu",), dtypes=FLOATS) -> Callable:
-        """Decorator: make a function a backend of `op`. Earlier registrations are preferred."""
+    def register(self, op: str, name: str, *, contract: bool, devices=("cpu",), dtypes=FLOATS,
+                 guard: Callable[..., bool] | None = None) -> Callable:
+        """Decorator: make a function a backend of `op`. Earlier registrations are preferred.
+
+        `guard` gets a call's arguments; where it says no, the next backend is asked.
+        """
 
         def add(function: Callable) -> Callable:
-            self._backends.setdefault(op, []).append(Backend(op, name, function, contract, devices, dtypes))
+            self._backends.setdefault(op, []).append(Backend(op, name, function, contract, devices, dtypes, guard))
             self._chosen.clear()
             return function
 
@@ -64,21 +70,25 @@ class Registry:
     def call(self, op: str, like: torch.Tensor, *args, **kwargs):
         """Run `op` with the backend for `like`'s device and dtype, and count the call."""
         key = (op, like.device.type, like.dtype)
-        backend = self._chosen.get(key)
-        if backend is None:
-            backend = self._chosen[key] = self._select(*key)
+        backends = self._chosen.get(key)
+        if backends is None:
+            backends = self._chosen[key] = self._select(*key)
+        backend = backends[0]
+        if backend.guard is not None:
+            backend = next(b for b in backends if b.guard is None or b.guard(*args, **kwargs))
         where = key[1:]
         backend.calls[where] = backend.calls.get(where, 0) + 1
         return backend.function(*args, **kwargs)
 
-    def _select(self, op: str, device: str, dtype: torch.dtype) -> Backend:
+    def _select(self, op: str, device: str, dtype: torch.dtype) -> list[Backend]:
+        """The backends to be asked in turn; one of them takes any arguments."""
         _load_backends(device)
         if op in self._overrides:
-            return self._overrides[op]
+            return [self._overrides[op]]
         consistent = self.mode == "consistency"
         fitting = [b for b in self._backends.get(op, []) if b.serves(device, dtype) and b.contract == consistent]
-        if fitting:
-            return fitting[0]
+        if any(b.guard is None for b in fitting):
+            return fitting
         have = sorted({f"{b.name} ({'/'.join(b.devices)})" for b in self._backends.get(op, [])})
         raise CheckFailed(
             f"operator {op} has no {self.mode} backend for {dtype} on {device} (it has: {', '.join(have) or 'none'}); "

@@ -21,6 +21,7 @@ import torch
 
 from rlk.errors import CheckFailed
 from rlk.ops.cpu_library import FLOAT, LONG, POINTER, function, ptr
+from rlk.ops.cumulative_sum import cumulative_sum
 from rlk.ops.logprob import ScoreRule, score_logits
 from rlk.ops.registry import EVERYWHERE, registry
 from rlk.rollout.engine import SamplingParams
@@ -147,7 +148,7 @@ def _retain(x_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if 0 < params.top_k < x_BV.shape[1]:
         ascending = ascending.masked_fill(ascending < ascending[:, -params.top_k, None], -torch.inf)
     if params.top_p < 1:
-        drop = ascending.softmax(-1).cumsum(-1) <= 1 - torch.tensor(params.top_p)
+        drop = cumulative_sum(ascending.softmax(-1)) <= 1 - torch.tensor(params.top_p)
         drop[:, -1] = False
         ascending = ascending.masked_fill(drop, -torch.inf)
     return torch.empty_like(x_BV).scatter_(-1, order, ascending)

@@ -31,7 +31,12 @@ LAUNCHERS = {
     "pick_logits": (POINTER, LONG, LONG, POINTER, POINTER, LONG, POINTER, POINTER),
     "support_score": (POINTER, POINTER, POINTER, LONG, FLOAT, POINTER, POINTER),
     "support_score_backward": (*[POINTER] * 6, LONG, LONG, LONG, FLOAT, INT, POINTER, POINTER),
-    "draw": (POINTER, POINTER, POINTER, LONG, FLOAT, WORD, POINTER, POINTER, POINTER, POINTER),
+    "cumulative_sum": (POINTER, LONG, LONG, POINTER, POINTER, POINTER),
+    "sampler_sizes": (POINTER, POINTER),
+    "sampler_select": (POINTER, LONG, LONG, LONG, POINTER, INT, *[POINTER] * 4),
+    "sampler_draw": (POINTER, LONG, LONG, LONG, *[POINTER] * 11),
+    "sampler_greedy": (POINTER, LONG, LONG, LONG, *[POINTER] * 6),
+    "sampler_record": (POINTER, LONG, LONG, *[POINTER] * 5, LONG, LONG, *[POINTER] * 6),
     "all_reduce": (POINTER, POINTER, INT, INT, INT, POINTER, POINTER, LONG, POINTER),
     "all_gather": (POINTER, POINTER, INT, INT, POINTER, POINTER, LONG, POINTER),
     "reduce_scatter": (POINTER, POINTER, INT, POINTER, INT, POINTER),
@@ -112,11 +117,6 @@ class HostFibers:
                   dtype, dlogits, None)
         return dlogits
 
-    def draw(self, values, offsets, ids, inv_t, seed, uids, positions):
-        tokens = np.full(len(uids), -7, np.int64)
-        self.call("draw", values, offsets, ids, len(uids), inv_t, seed, uids, positions, tokens, None)
-        return tokens
-
 
 @functools.cache
 def gfx942_kernels() -> dict[tuple[str, str], tuple[Path, str]]:
@@ -157,7 +157,3 @@ class Emulated:
         rows, columns = dlogits.shape
         return self._run("support_score_backward", CPP_NAME[dtype], rows,
                          [values, offsets, ids, index, lse, grad, columns, first_id, inv_t, dlogits], dlogits)
-
-    def draw(self, values, offsets, ids, inv_t, seed, uids, positions):
-        tokens, rows = np.full(len(uids), -7, np.int64), len(uids)
-        return self._run("draw", "", rows, [values, offsets, ids, inv_t, seed, uids, positions, tokens], tokens)

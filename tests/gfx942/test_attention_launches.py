@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlk.kernels import attention
-from rlk.kernels.attention_plan import decode_plan
+from rlk.kernels.attention_plan import decode_plan, upload
 from rlk.ops.attention import attention_varlen_reference
 from tests.gfx942.emulator import Device
 from tests.gfx942.numerics import BF16_EPSILON
@@ -20,8 +20,8 @@ G, GROUP, E = 2, 4, 64
 class EmulatedKernel:
     """A Triton kernel whose launches the emulator runs, if they are among the variants that are built."""
 
-    def __init__(self, function):
-        self.function = function
+    def __init__(self, function, module=attention):
+        self.function, self.module = function, module
 
     def __getitem__(self, grid):
         return functools.partial(self.launch, grid)
@@ -31,7 +31,7 @@ class EmulatedKernel:
         values = dict(zip(names, args, strict=False))
         constants = {name: value for name, value in named.items() if name in names}
         options = {name: value for name, value in named.items() if name not in names}
-        (variant,) = (each for each in attention.variants(ARCH) if each.function is self.function
+        (variant,) = (each for each in self.module.variants(ARCH) if each.function is self.function
                       and (each.constants, each.options) == (constants, options) and not each.name.endswith("_far"))
         device, stores = Device(), {}
         for name, value in values.items():
@@ -121,6 +121,19 @@ def test_a_decode_step_takes_its_tiles_from_the_segments_as_they_are():
     assert not o[1].any()
 
 
+def test_a_plan_is_made_once_for_tables_of_the_same_content():
+    q, k, v = fused(43)
+    segments, starts = table([(0, 3, 0, 0), (3, 40, 0, 1)]), table([0, 3])
+    first = attention.make_plan(segments, q, G, 2, 43)
+    assert attention.make_plan(segments.clone(), q, G, 2, 43) is first
+    assert attention.make_plan(segments, q, G, 2, 44) is not first
+    on_device = upload(starts, q.device)
+    assert upload(starts.clone(), q.device) is on_device and torch.equal(on_device, starts)
+    segments[1, 1], starts[1] = 39, 4  # in place: another content
+    assert attention.make_plan(segments, q, G, 2, 43).prefill.table[:, 1].sum() == 39
+    assert upload(starts, q.device).tolist() == [0, 4]
+
+
 def test_nothing_to_do_gives_an_empty_result():
     q, k, v = fused(3)
     *caches, block_table = paged(k, v, [3])
@@ -131,7 +144,7 @@ def test_nothing_to_do_gives_an_empty_result():
 @pytest.mark.parametrize("broken, message", [
     (lambda q, k, v: (q.double(), k, v), "q torch.float64"),
     (lambda q, k, v: (q, k.float(), v.float()), "k torch.float32"),
-    (lambda q, k, v: (q, k, v.clone()), "expected the same"),
+    (lambda q, k, v: (q, k, v[:, :1]), "expected the same shape"),
     (lambda q, k, v: (q[:, :7], k, v), "H a multiple of G"),
     (lambda q, k, v: (q[..., :32], k[..., :32].contiguous(), v[..., :32].contiguous()), r"E one of \(64, 128\)"),
     (lambda q, k, v: (q[:2], k, v), "check the segment table"),

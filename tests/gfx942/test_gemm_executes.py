@@ -27,12 +27,14 @@ def tiles(name, x, w, leaves=1, out="fp32", tree=None, order="forward", **consta
     config, (M, K), N = TABLE[name], x.shape, w.shape[0]
     tree = (1 if config.split else leaves) if tree is None else tree
     variant = next(v for v in gemm.variants(ARCH) if v.kernel == "gemm" and v.name.startswith(name)
-                   and v.constants["TREE"] == tree and v.signature["y"] == f"*{out}")
+                   and v.constants["TREE"] == tree and v.constants["EPILOGUE"] == "round"
+                   and v.signature["y"] == f"*{out}")
     variant = dataclasses.replace(variant, constants=variant.constants | constants)
     grid = gemm.grid(config, ARCH, M, N, K, leaves)
     nan = np.uint16(0x7FC0) if out == "bf16" else np.float32(np.nan)
     y = np.full(grid[1] * M * N + GUARD, nan)
-    y = run_variant(Device(order), variant, grid, dict(x=x, w=w, y=y, M=M, N=N, K=K, leaf_k=K // leaves))["y"]
+    values = dict(x=x, w=w, residual=x, y=y, M=M, N=N, K=K, leaf_k=K // leaves)
+    y = run_variant(Device(order), variant, grid, values)["y"]
     assert same_bytes(y[-GUARD:], np.full(GUARD, nan))
     return y[:-GUARD].reshape((grid[1], M, N) if config.split else (M, N))
 
@@ -167,6 +169,35 @@ def test_a_reduction_adds_chunks_ascending_then_leaves_in_a_tree_then_the_residu
     assert same_bytes(finished, to_bf16(from_bf16(residual) + expected))
 
 
+@pytest.mark.parametrize("name", [name for name in SINGLE_LEAF if not TABLE[name].split])
+def test_a_fused_epilogue_has_the_bits_of_the_product_and_what_follows_it(name):
+    x, w = draw(10, 3, N=96, K=K - 32 if TABLE[name].tail else K)
+    residual = random_bf16(np.random.default_rng(11), 3, 96)
+    total = product(name, x, w)
+    assert same_bytes(fused(name, "residual", x, w, residual), to_bf16(from_bf16(residual) + total))
+    (variant,) = swiglu.variants(ARCH)
+    values = dict(gate_up=to_bf16(total), y=np.zeros((3, 48), np.uint16), F=48)
+    assert same_bytes(fused(name, "swiglu", x, w, x), run_variant(Device(), variant, (3, 1), values)["y"])
+
+
+def fused(name, epilogue, x, w, residual):
+    """What a monolithic configuration writes with that epilogue."""
+    config, (M, K), N = TABLE[name], x.shape, w.shape[0]
+    width = N // 2 if epilogue == "swiglu" else N
+    values = dict(x=x, w=w, residual=residual, y=np.zeros((M, width), np.uint16), M=M, N=N, K=K, leaf_k=K)
+    return run_variant(Device(), VARIANTS[f"gemm/{name}_{epilogue}"], gemm.grid(config, ARCH, M, width, K), values)["y"]
+
+
+def test_swapped_operands_have_the_same_bits(operands, expected):
+    """No table has such a configuration yet: it is a candidate where few rows would leave the matrix unit idle."""
+    x, w = operands[0][:17], operands[1]
+    config = dataclasses.replace(TABLE["short_16x32_w2"], swap=True, max_k=1 << 31)
+    variant = dataclasses.replace(VARIANTS["gemm/short_16x32_w2_fp32"], constants=gemm.constants(config, ARCH, 1))
+    values = dict(x=x, w=w, residual=x, y=np.zeros((17, N), np.float32), M=17, N=N, K=K, leaf_k=K)
+    y = run_variant(Device(), variant, gemm.grid(config, ARCH, 17, N, K), values)["y"]
+    assert same_bytes(y, expected[:17])
+
+
 def test_swiglu_in_the_reduction_has_the_bits_of_the_product_and_the_swiglu_kernel():
     x, w = draw(8, 3, N=96)
     workspace = tiles("decode_16x32_w2", x, w)
@@ -193,7 +224,7 @@ def tiles_without_kpack(x, w):
     variant = dataclasses.replace(variant, options=variant.options | {"kpack": 1})
     M, N = x.shape[0], w.shape[0]
     grid = gemm.grid(TABLE["prefill_64x64_w4"], ARCH, M, N, K)
-    values = dict(x=x, w=w, y=np.zeros((M, N), np.float32), M=M, N=N, K=K, leaf_k=K)
+    values = dict(x=x, w=w, residual=x, y=np.zeros((M, N), np.float32), M=M, N=N, K=K, leaf_k=K)
     return run_variant(Device(), variant, grid, values)["y"]
 
 

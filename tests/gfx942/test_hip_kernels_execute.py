@@ -54,13 +54,3 @@ def test_gradient_has_the_bytes_of_the_host_build(gfx942, case, dtype, host):
                                          dtype, np.full((case.rows, columns), 77, STORED[dtype]))
             for build in (gfx942, host))
         assert same_bytes(got, expected)
-
-
-def test_tokens_are_those_of_the_host_build(gfx942, host):
-    case = make_case((1, 2, 64, 257, 700) * 3)
-    keys = (np.arange(case.rows) + (1 << 40), np.arange(case.rows) * 3)
-    got, expected = (build.draw(case.values, case.offsets, case.ids, INV_T, 1 << 63, *keys) for build in (gfx942, host))
-    assert same_bytes(got, expected)
-    values = case.values.copy()
-    values[case.row(3).start + 5] = np.nan
-    assert gfx942.draw(values, case.offsets, case.ids, INV_T, 1, *keys)[3] == -1

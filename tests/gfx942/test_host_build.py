@@ -9,7 +9,7 @@ import torch
 
 from rlk.build import FLAGS, SOURCES
 from rlk.build.cpu import host_compiler
-from rlk.ops import logprob, sampler
+from rlk.ops import logprob
 from tests.gfx942.hip_runs import (
     BAD_DTYPE,
     BAD_SHAPE,
@@ -112,52 +112,6 @@ def test_no_rows_are_no_work_and_wrong_arguments_are_refused(case):
     with pytest.raises(LaunchError) as caught:
         fibers.call("pick_logits", None, -1, 8, None, None, 0, None, None)
     assert caught.value.code == BAD_SHAPE
-
-
-# ---- drawing ----
-
-
-def draws(fibers, case, seed=5):
-    uids, positions = np.arange(case.rows) + (1 << 40), np.arange(case.rows) * 3 + 7
-    return fibers.draw(case.values, case.offsets, case.ids, INV_T, seed, uids, positions), uids, positions
-
-
-def test_token_is_where_the_cumulative_weight_passes_the_noise(fibers):
-    case = make_case((1, 2, 255, 256, 257, 700, 2049) * 4)
-    for seed in (5, 1 << 63):
-        tokens, uids, positions = draws(fibers, case, seed)
-        noise = sampler.philox_uniform(seed, *tensors(uids, positions)).numpy()
-        for r in range(case.rows):
-            cumulative = case.probabilities(r).cumsum()
-            place = np.searchsorted(cumulative, noise[r] * cumulative[-1], side="right")
-            assert tokens[r] == case.ids[case.row(r)][place]
-
-
-def test_token_does_not_depend_on_the_other_rows_or_on_ids_without_weight():
-    case = make_case((300, 40))
-    tokens, uids, positions = draws(HostFibers(), case)
-    for r in range(2):
-        alone = HostFibers().draw(case.values, case.offsets[r:r + 2].copy(), case.ids, INV_T, 5, uids[r:r + 1].copy(),
-                                  positions[r:r + 1].copy())
-        assert alone[0] == tokens[r]
-    heavy = np.array([-200, 3, -200, -np.inf], np.float32)  # e**-200 is nothing beside e**3 in FP32
-    for uid in range(20):
-        token = HostFibers().draw(heavy, np.array([0, 4]), np.arange(4, dtype=np.int32), 1.0, 1, np.array([uid]),
-                                  np.array([0]))
-        assert token[0] == 1
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, None])
-def test_row_without_finite_logits_draws_nothing(fibers, bad):
-    case = make_case((300, 40, 12))
-    values = case.values.copy()
-    if bad is None:
-        values[case.row(1)] = -np.inf
-    else:
-        values[case.row(1).stop - 1] = bad
-    zeros = np.zeros(3, np.int64)
-    tokens = fibers.draw(values, case.offsets, case.ids, INV_T, 5, zeros, zeros)
-    assert (tokens < 0).tolist() == [False, True, False] and tokens[1] == -1
 
 
 # ---- the fibers themselves ----

@@ -12,7 +12,7 @@ from tests.gfx942.emulator import Device
 from tests.gfx942.triton_runs import run_variant
 
 MODULES = (gemm, gemm_reduce, logprob, norm, rope, swiglu)
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64"}
 EPS = 1e-6
 
 
@@ -55,22 +55,28 @@ def emulate(variant, grid, values):
             array[:] = after[name]
 
 
+def stand_in(monkeypatch, modules, variants, arch, execute):
+    """Puts a `Kernel` in the place of each of these variants' functions; returns the labels of what is launched."""
+    labels = []
+    for module in modules:
+        monkeypatch.setattr(module, "architecture", lambda: arch)
+        monkeypatch.setattr(module, "check_tensor", lambda *_, **__: None)
+    for function in {id(v.function): v.function for v in variants}.values():
+        own = [variant for variant in variants if variant.function is function]
+        kernel = Kernel(function, own, emulate if execute else None, labels)
+        for module in modules:
+            for name, value in vars(module).items():
+                if value is function:
+                    monkeypatch.setattr(module, name, kernel)
+    return labels
+
+
 @pytest.fixture
 def launched(monkeypatch, request):
     """Labels of what the launchers launched. The parameter: the architecture, and whether the emulator runs it."""
-    (arch, execute), labels = request.param, []
+    arch, execute = request.param
     every = [variant for module in MODULES for variant in module.variants(arch) if module is not gemm_reduce]
-    for module in MODULES:
-        monkeypatch.setattr(module, "architecture", lambda: arch)
-        monkeypatch.setattr(module, "check_tensor", lambda *_, **__: None)
-    for function in {id(v.function): v.function for v in every}.values():
-        own = [variant for variant in every if variant.function is function]
-        stand_in = Kernel(function, own, emulate if execute else None, labels)
-        for module in MODULES:
-            for name, value in vars(module).items():
-                if value is function:
-                    monkeypatch.setattr(module, name, stand_in)
-    return labels
+    return stand_in(monkeypatch, MODULES, every, arch, execute)
 
 
 recorded = pytest.mark.parametrize("launched", [("gfx942", False), ("sm_90", False)], indirect=True,

@@ -49,10 +49,6 @@ class Gpu:
         return self._run("support_score_backward", [values, offsets, ids, index, lse, grad, *dlogits.shape, first_id,
                                                     inv_t, dtype, dlogits], dlogits)
 
-    def draw(self, values, offsets, ids, inv_t, seed, uids, positions):
-        tokens = np.full(len(uids), -7, np.int64)
-        return self._run("draw", [values, offsets, ids, len(uids), inv_t, seed, uids, positions, tokens], tokens)
-
 
 def results(run):
     """What `run` gives on the GPU and on both host builds."""
@@ -89,9 +85,3 @@ def test_gradient_has_the_bytes_of_the_host_build(dtype, columns):
     assert all_same(results(lambda build: build.support_score_backward(
         case.values, case.offsets, case.ids, case.index, lse, case.grad, 0, INV_T, dtype,
         np.full((case.rows, columns), 77, STORED[dtype]))))
-
-
-def test_tokens_are_those_of_the_host_build():
-    case = make_case((1, 2, 255, 256, 257, 700, VOCAB) * 20)
-    keys = np.arange(case.rows) + (1 << 40), np.arange(case.rows) * 3
-    assert all_same(results(lambda build: build.draw(case.values, case.offsets, case.ids, INV_T, 1 << 63, *keys)))

@@ -91,6 +91,48 @@ def test_a_fused_epilogue_has_the_bits_of_the_kernels_one_after_the_other(M, lea
     assert same(gemm.linear(x, w, swiglu=True), swiglu.swiglu(gemm.linear(x, w)))
 
 
+@pytest.mark.parametrize(("arch", "name"), CASES)
+def test_every_configuration_fuses_the_same_bits(arch, name):
+    of_this_gpu(arch)
+    if 1 not in CONFIGS[arch][name].leaves:
+        pytest.skip(f"{name} is for leaves")
+    for M, N in ((1, 1024), (17, 224), (70, 1056)):
+        x, w, residual = draw(M, M, K), draw(N, N, K), draw(7, M, N)
+        poison()
+        assert same(gemm.linear(x, w, residual_MN=residual, config=name), norm.residual_add(fp32(x, w), residual))
+        assert same(gemm.linear(x, w, swiglu=True, config=name), swiglu.swiglu(gemm.linear(x, w)))
+
+
+CANDIDATES = [gemm.Config(16, 32, 128, 4, 4, ahead=0), gemm.Config(16, 64, 128, 4, 4, ahead=1024),
+              gemm.Config(8, 32, 128, 4, 4, swap=True), gemm.Config(8, 64, 128, 4, 4, swap=True, ahead=512),
+              gemm.Config(64, 64, 64, 4, 4, swap=True), gemm.Config(64, 128, 64, 8, 4, ahead=512)]
+
+
+@pytest.mark.parametrize("config", CANDIDATES, ids=lambda config: (
+    f"{config.block_m}x{config.block_n}{'_swap' if config.swap else ''}_ahead{config.ahead}"))
+def test_swapped_operands_and_an_early_start_change_no_bit(config):
+    """In a graph of products that feed each other: each starts while the one in front still runs."""
+    of_this_gpu("sm_90")
+    D, layers = 2048, [draw(20 + i, 2048, 2048) * 2.0**-5 for i in range(6)]
+    x = draw(19, 64, D)
+
+    def chain(x, config=None):
+        for w in layers:
+            x = gemm.linear(x, w, config=config)
+        return x
+
+    for M in (1, 7, 16, 64):
+        some = x[:M].contiguous()
+        chain(some, config)  # compiles before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = chain(some, config)
+        for seed in range(5):
+            some.copy_(draw(seed, M, D))
+            graph.replay()
+            assert same(y, chain(some)), (M, seed)
+
+
 def test_the_comparison_catches_another_order():
     x, w = draw(8, 70, K), draw(9, 528, K)
     expected = fp32(x, w)

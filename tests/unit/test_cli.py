@@ -170,6 +170,7 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
 
 def test_consistency_on_a_device_without_contract_operators_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("rlk.preflight.unserved_operators", lambda device, mode: ["draw"])
     with pytest.raises(UsageError, match="no consistency backend on cuda"):
         decide([proposal(config_of(checkpoint, device="cuda"))])
 

@@ -14,6 +14,7 @@ from rlk.build import ROOT
 from rlk.build.cpu import host_isa
 from rlk.ops import gemm
 from rlk.ops.registry import registry
+from rlk.ops.swiglu import swiglu
 from tests.kernel_digest import digest, raw
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -158,3 +159,17 @@ def test_shapes_and_dtypes_that_do_not_fit_are_named():
         gemm.linear(draw(1, 2, 8), draw(2, 4, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="3 leaves for K = 9"):
         gemm.linear_leaves(draw(1, 2, 9), draw(2, 4, 9), 3)
+
+
+@both_dtypes
+def test_a_fused_swiglu_has_the_bits_and_the_gradient_of_the_two_operators(dtype):
+    x, w = draw(1, 7, 40, dtype=dtype), draw(2, 24, 40, dtype=dtype)
+    apart = swiglu(gemm.linear(x, w))
+    assert raw(gemm.linear_swiglu(x, w)) == raw(apart)
+    gradients = []
+    for fused in (True, False):
+        x_MK = x.clone().requires_grad_()
+        y = gemm.linear_swiglu(x_MK, w) if fused else swiglu(gemm.linear(x_MK, w))
+        y.backward(torch.ones_like(y))
+        gradients.append(raw(x_MK.grad))
+    assert raw(y.detach()) == raw(apart) and gradients[0] == gradients[1]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlk.ops import embedding, norm, rope, swiglu
+from rlk.ops import attention, embedding, norm, paged_rows, rope, swiglu
 from rlk.ops.registry import registry
 from tests.kernel_digest import raw
 
@@ -102,6 +102,22 @@ def test_qk_norm_rope_agrees_with_float64_on_a_slice_of_the_fused_qkv(dtype, T, 
     assert raw(norm.qk_norm_rope(x.contiguous(), w, cos, sin, EPS)) == raw(y)
     last = slice(T - 1, T)
     assert raw(norm.qk_norm_rope(x[last], w, cos[last], sin[last], EPS)) == raw(y[last])
+
+
+@both_modes
+@pytest.mark.usefixtures("in_mode")
+def test_norm_rotation_and_cache_write_in_one_have_the_bits_of_the_steps():
+    qkv, q_weight, k_weight = draw(1, 4, 3 + 2 * 2, 16), draw(2, 16), draw(3, 16)
+    cos, sin = (table[7:11] for table in rope.rope_table(16, 16, 1e4))
+    caches, slots = draw(4, 2, 3, 2, 2, 16), torch.tensor([5, -1, 0, 3])
+    expected = caches.clone()
+    q = paged_rows.qk_norm_rope_write(qkv, q_weight, k_weight, cos, sin, EPS, caches[0], caches[1], slots)
+    k = norm.qk_norm_rope(qkv[:, 3:5], k_weight, cos, sin, EPS)
+    attention.write_kv(k, qkv[:, 5:], expected[0], expected[1], slots)
+    assert raw(q) == raw(norm.qk_norm_rope(qkv[:, :3], q_weight, cos, sin, EPS))
+    assert raw(caches) == raw(expected)
+    with pytest.raises(ValueError, match="got 4 heads for pages .* expected at least 5"):
+        paged_rows.qk_norm_rope_write(qkv[:, :4], q_weight, k_weight, cos, sin, EPS, caches[0], caches[1], slots)
 
 
 def test_rope_table_is_rounded_from_float64():

@@ -53,5 +53,20 @@ def test_what_ran_in_place_of_an_operator_is_in_the_readback_outside_the_contrac
         ("cpu", True, 1), ("override", False, 2)]
 
 
+def test_a_backend_with_a_guard_runs_where_it_agrees_and_the_next_one_elsewhere():
+    registry = Registry()
+    registry.register("op", "library", contract=True, guard=lambda n: n > 4)(lambda n: "library")
+    registry.register("op", "own", contract=True)(lambda n: "own")
+    assert [registry.call("op", X, n) for n in (9, 1, 5)] == ["library", "own", "library"]
+    assert [(row["backend"], row["calls"]) for row in registry.readback()] == [("library", 2), ("own", 1)]
+
+
+def test_an_operator_whose_only_backend_has_a_guard_stops():
+    registry = Registry()
+    registry.register("op", "library", contract=True, guard=lambda: True)(lambda: "library")
+    with pytest.raises(CheckFailed, match="op has no consistency backend"):
+        registry.call("op", X)
+
+
 def fake() -> str:
     return "fake"
