@@ -31,6 +31,8 @@ class Count:
 
 
 def main() -> int:
+    # Before CUDA starts: ranks on one GPU are streams that wait for each other, each in a hardware queue of its own.
+    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "GPU_MAX_HW_QUEUES": "16"}
     if not torch.cuda.is_available():
         sys.exit("error: torch finds no GPU here; run this on a machine with one")
     print(check_architecture())

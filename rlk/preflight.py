@@ -94,6 +94,9 @@ def check_weight_files(directory: Path) -> None:
                          "fetch the checkpoint again")
 
 
+RUN_DEVICES = ("cpu",)  # where whole runs have been shown to keep the bits
+
+
 def check_operators(device: str, mode: str, ranks_here: int) -> None:
     """The device is there, once for each rank, and every operator serves it in this mode."""
     if device == "cuda":
@@ -104,6 +107,9 @@ def check_operators(device: str, mode: str, ranks_here: int) -> None:
     if missing := unserved_operators(device, mode):
         raise UsageError(f"this build has no {mode} backend on {device} for {len(missing)} operators "
                          f"({missing[0]}, ...): use --device cpu")
+    if device not in RUN_DEVICES:
+        raise UsageError(f"the operators run on {device}, but whole runs of engine and trainer have not been shown to: "
+                         "use --device cpu")
     if device == "cuda":
         check_architecture()
 

@@ -215,7 +215,9 @@ class Exchange {
   RLK_DEVICE bool all_fine() {
     if (seat_ >= 0 && seat_ < kMostRanks) reinterpret_cast<uint8_t*>(&board_.failed)[seat_] = state_ != kFine;
     __syncthreads();
-    return board_.failed == 0;
+    const bool fine = board_.failed == 0;
+    if (!fine) __syncthreads();  // the end of the call, where it is written again, is next
+    return fine;
   }
 
   RLK_DEVICE void compare() {

@@ -147,9 +147,10 @@ class EmulatedGroup:
     """The ranks of a group as launches that take turns on one emulated memory."""
 
     def __init__(self, world: int, order: str = "forward", slice_bytes: int = 256, direct_bytes: int = 0,
-                 timeout_s: float = 60, size: int = 1 << 25, push_bytes: int = 512) -> None:
-        self.device, self.world, self.sizes = Device(order, size), world, Sizes(slice_bytes, direct_bytes, push_bytes)
+                 timeout_s: float = 60, size: int = 1 << 22, push_bytes: int = 512) -> None:
+        self.world, self.sizes = world, Sizes(slice_bytes, direct_bytes, push_bytes)
         segment, progress, record = collective_bytes(self.sizes, world)
+        self.device = Device(order, size + world * (segment + progress))  # `size` is for the calls' own tensors
         self.segments, self.progresses, self.records = (
             [self.device.put(np.zeros(each, np.uint8)) for _ in range(world)] for each in (segment, progress, record))
         self.ranks = all_ranks(self.segments, self.sizes, timeout_s, self.records)

@@ -108,6 +108,19 @@ def test_scopes_change_nothing(scope):
     np.testing.assert_array_equal(memory.bytes[start + 256 : start + 512], memory.bytes[start : start + 256])
 
 
+def test_flat_addresses_in_the_aperture_are_lds():
+    wave, memory, start = prepare("flat", np.arange(64) * 4)
+    wave.lds.bytes[:512] = np.random.default_rng(4).integers(0, 256, 512, np.uint8)
+    odd = np.arange(64) % 2 == 1
+    run(wave, "s_mov_b64 s[10:11], src_shared_base")
+    wave.vector[2, odd], wave.vector[3, odd] = np.arange(64)[odd] * 4, wave.scalar[11]
+    run(wave, "flat_load_dword v8, v[2:3]", "flat_store_dword v[2:3], v8 offset:256")
+    read = np.where(odd, wave.lds.bytes[:256].view(np.uint32), memory.bytes[start:start + 256].view(np.uint32))
+    np.testing.assert_array_equal(wave.vector[8], read)
+    np.testing.assert_array_equal(wave.lds.bytes[256:512].view(np.uint32)[odd], read[odd])
+    np.testing.assert_array_equal(memory.bytes[start + 256:start + 512].view(np.uint32)[~odd], read[~odd])
+
+
 # ---- what lies outside ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("line", ["global_load_dwordx4 v[8:11], v[2:3], off", "flat_store_dword v[2:3], v8",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Before CUDA starts: ranks on one GPU are streams that wait for each other, so each needs a hardware queue of its own.
+# Before CUDA starts: ranks on one GPU are streams that wait for each other, each in a hardware queue of its own.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("GPU_MAX_HW_QUEUES", "16")
 

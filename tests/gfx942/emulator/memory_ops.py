@@ -110,6 +110,7 @@ def memory_places(instruction: Instruction, space: str, operands: tuple[str, ...
 
 
 SPACES = {"global": 2, "flat": 1, "buffer": 3}  # -> operands that give the address
+MEMORIES = {"global": "memory", "flat": "flat", "buffer": "memory"}  # of a wave; flat atomics reach global memory only
 BUFFER_FLAGS = {"global": "", "flat": "", "buffer": "offen idxen"}
 
 
@@ -122,7 +123,7 @@ def _load(space: str, kind: str) -> Callable[[Instruction], Step]:
         check(instruction, 1 + SPACES[space], f"offset {SCOPES} {BUFFER_FLAGS[space]}")
         target, *operands = instruction.operands
         places = memory_places(instruction, space, tuple(operands), width, count)
-        return load_step(places, "memory", registers(target, count), width, count, part, sign)
+        return load_step(places, MEMORIES[space], registers(target, count), width, count, part, sign)
 
     return decoder
 
@@ -135,7 +136,7 @@ def _store(space: str, kind: str) -> Callable[[Instruction], Step]:
         operands = list(instruction.operands)
         data = operands.pop(0 if space == "buffer" else 1)
         places = memory_places(instruction, space, tuple(operands), width, count)
-        return store_step(places, "memory", registers(data, count), width, count, part)
+        return store_step(places, MEMORIES[space], registers(data, count), width, count, part)
 
     return decoder
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tests.gfx942.emulator.memory import SHARED_APERTURE
 from tests.gfx942.emulator.types import REGISTER, TYPES
 from tests.gfx942.emulator.wave import AGPR, EXEC, LANES, M0, VCC, Wave
 
@@ -75,6 +76,8 @@ def scalar_reader(operand: str, bits: int = 32, sign_extended: bool = False) -> 
         return lambda wave: value
     if operand in ("src_scc", "scc"):
         return lambda wave: wave.scc
+    if operand == "src_shared_base":  # a flat address of LDS: the aperture, then the offset
+        return lambda wave: SHARED_APERTURE << 32
     if operand in ("src_vccz", "vccz"):
         return lambda wave: int(wave.read_sgprs(VCC, 2) == 0)
     if operand in ("src_execz", "execz"):

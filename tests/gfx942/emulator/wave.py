@@ -6,6 +6,8 @@ import functools
 
 import numpy as np
 
+from tests.gfx942.emulator.memory import FlatMemory
+
 LANES = 64
 ALL_LANES = (1 << LANES) - 1
 VCC, EXEC, M0 = 106, 126, 124  # SGPR numbers; vcc and exec are pairs
@@ -16,7 +18,7 @@ class Wave:
     """Registers, masks and program counter. `vector` rows 0..255 are v0.., rows 256..511 are a0.. ."""
 
     def __init__(self, memory, lds, lane_count: int = LANES) -> None:
-        self.memory, self.lds = memory, lds
+        self.memory, self.lds, self.flat = memory, lds, FlatMemory(memory, lds)
         self.vector = np.zeros((512, LANES), np.uint32)
         self.scalar = [0] * 128  # 32-bit values as int; EXEC itself is in `exec`
         self.scc = 0
