@@ -33,15 +33,15 @@
 // no peer reads in the first. Then ready = g+1 says that this is whole, and done = g+1 stands for both.
 //
 // A PUSHED GENERATION g, on GPUs, for messages so small that waits and fences are what takes the time:
-//   1. describe the call, and store the input into every peer's receive area of g % 2, as 64-bit words: 32 of data, and
-//      the tag of g
+//   1. describe the call, and store the input into every peer's receive area of n % 2, this being the n-th generation
+//      that is pushed, as 64-bit words: 32 of data, and the tag of n
 //   2. poll this rank's receive area until every word of every peer carries the tag, and the peers' calls likewise;
 //      compare these
 // A word is stored and loaded in one piece, so what carries the tag is whole: there is nothing to fence, and one
-// crossing of the link is all. Nothing is published. An area may be written again two generations later: a rank is in
-// g+2 once it has heard every peer in g+1, and no peer speaks in g+1 before it has read all of g. Ready and done stay
-// where they are; (1) of the next pulled generation waits for done of the last pulled one. Tags repeat after 2^31
-// generations; long before, whoever owns a receive area clears it (kSweep).
+// crossing of the link is all. Nothing is published. An area may be written again by the second push after: a rank
+// makes it once it has heard every peer in the one between, where no peer speaks before it has read all of the first.
+// Ready and done stay where they are; (1) of the next pulled generation waits for done of the last pulled one. Tags
+// repeat after 2^31 pushes; long before, whoever owns a receive area clears it (kSweep).
 //
 // DIRECT STAGING. A segment may also have direct areas (slots), which a kernel before the call fills in place of (2).
 // That kernel does not wait for done. It is enough that another call lies between two uses of a slot: in that one every
@@ -56,6 +56,9 @@
 //   void     store_release(uint64_t*, uint64_t)
 //   void     pause(uint64_t polls)                 between two polls; `polls` so far, for backing off
 //   uint64_t clock_ns()                            monotonic
+// and, for whoever else waits for peers of this rank in the same call, a halt:
+//   void     set()                                 one has failed: nobody need wait any longer
+//   bool     is_set()
 // On the host one thread visits the peers in turn; on a GPU one lane serves one peer, all in parallel, and a workgroup
 // barrier carries what a lane has acquired to the others (and what the others have staged to the lane that publishes).
 #pragma once
@@ -104,7 +107,7 @@ struct Control {
   struct alignas(kCacheLine) { uint64_t word[2][kCallWords]; } call;
 };
 
-// The tag of a generation, in the upper half of a word. Memory that nobody wrote has none.
+// The tag of a generation, or of a push, in the upper half of a word. Memory that nobody wrote has none.
 RLK_DEVICE inline uint32_t tag_of(uint64_t generation) { return uint32_t(generation) << 1 | 1; }
 RLK_DEVICE inline uint64_t tagged(uint64_t generation, uint32_t data) {
   return uint64_t(tag_of(generation)) << 32 | data;
@@ -114,7 +117,7 @@ RLK_DEVICE inline bool has_tag(uint64_t generation, uint64_t word) { return word
 RLK_DEVICE inline uint64_t tagged_generation(uint64_t generation, uint64_t word) {
   return word == 0 ? 0 : generation - (tag_of(generation) - uint32_t(word >> 32)) / 2;
 }
-constexpr uint64_t kSweep = uint64_t(1) << 30;  // a receive area is cleared in the generations 0 and 1 modulo this
+constexpr uint64_t kSweep = uint64_t(1) << 30;  // the receive areas are cleared in the pushes 0 and 1 modulo this
 
 // Why a call ended badly; the host words it (rlk/collectives/failure.py has the same layout).
 struct Failure {
@@ -132,15 +135,19 @@ struct Peer {
   uint64_t timeout_ns;
 };
 
-// Poll until arrived(). False, with the failure recorded, when it takes longer than the time-out or the peer has closed
-// before; seen() is then how far it has come.
-template <class Memory, class Arrived, class Seen>
-RLK_DEVICE bool wait_until(const Memory& memory, const Peer& peer, Signal signal, uint64_t generation, Arrived arrived,
-                           Seen seen, Failure* failure) {
+// Poll until arrived(). When it takes longer than the time-out or the peer has closed before, `failure` says so, seen()
+// being how far it has come, and the halt is set. False once the halt is set, by this wait or another.
+//
+// A lane that has failed goes on until it sees the halt. On AMD what follows a loop is run when all lanes of the wave
+// have left it: a lane that left at once could not tell the others to.
+template <class Memory, class Halt, class Arrived, class Seen>
+RLK_DEVICE bool wait_until(const Memory& memory, const Halt& halt, const Peer& peer, Signal signal, uint64_t generation,
+                           Arrived arrived, Seen seen, Failure* failure) {
   uint64_t deadline = 0;
   for (uint64_t polls = 1; !arrived(); ++polls) {
     memory.pause(polls);
     if (polls % kPollsPerClock != 0) continue;
+    if (halt.is_set()) return false;
     const uint64_t now = memory.clock_ns();
     if (deadline == 0) deadline = now + peer.timeout_ns;
     const uint64_t closed = memory.poll(&peer.control->signal[kClosed].value);
@@ -149,26 +156,28 @@ RLK_DEVICE bool wait_until(const Memory& memory, const Peer& peer, Signal signal
     if (arrived()) break;
     const int32_t reason = closed ? int32_t(closed - 1) : kNoFailure;
     *failure = Failure{closed ? kPeerClosed : kTimedOut, peer.rank, signal, reason, generation, seen(), {}, {}};
-    return false;
+    halt.set();
   }
   return true;
 }
 
 // Wait until the peer's `signal` has reached `generation`.
-template <class Memory>
-RLK_DEVICE bool wait_for(const Memory& memory, const Peer& peer, Signal signal, uint64_t generation, Failure* failure) {
+template <class Memory, class Halt>
+RLK_DEVICE bool wait_for(const Memory& memory, const Halt& halt, const Peer& peer, Signal signal, uint64_t generation,
+                         Failure* failure) {
   const uint64_t* word = &peer.control->signal[signal].value;
   uint64_t seen = 0;
   const auto reached = [&] { return (seen = memory.poll(word)) >= generation; };
-  const bool heard = wait_until(memory, peer, signal, generation, reached, [&] { return seen; }, failure);
+  const bool heard = wait_until(memory, halt, peer, signal, generation, reached, [&] { return seen; }, failure);
   if (heard) memory.acquire();
   return heard;
 }
 
 // Step 1: the peer reads no more what was staged in `generation`.
-template <class Memory>
-RLK_DEVICE bool wait_until_released(const Memory& memory, const Peer& peer, uint64_t generation, Failure* failure) {
-  return wait_for(memory, peer, kDone, generation, failure);
+template <class Memory, class Halt>
+RLK_DEVICE bool wait_until_released(const Memory& memory, const Halt& halt, const Peer& peer, uint64_t generation,
+                                    Failure* failure) {
+  return wait_for(memory, halt, peer, kDone, generation, failure);
 }
 
 // In step 2.
@@ -186,9 +195,10 @@ template <class Memory> RLK_DEVICE void publish_ready(const Memory& memory, Cont
 }
 
 // Step 4: the peer's staging area is whole.
-template <class Memory>
-RLK_DEVICE bool wait_until_staged(const Memory& memory, const Peer& peer, uint64_t generation, Failure* failure) {
-  return wait_for(memory, peer, kReady, generation, failure);
+template <class Memory, class Halt>
+RLK_DEVICE bool wait_until_staged(const Memory& memory, const Halt& halt, const Peer& peer, uint64_t generation,
+                                  Failure* failure) {
+  return wait_for(memory, halt, peer, kReady, generation, failure);
 }
 
 // What the peer calls in `generation`. False when it has not described that, or not all of it.
@@ -208,32 +218,37 @@ RLK_DEVICE bool read_call(const Memory& memory, const Peer& peer, uint64_t gener
 }
 
 // In step 5: the peer is in the same call, described in `generation`. After step 4 there is nothing to wait for; in a
-// pushed generation this is the wait.
-template <class Memory>
-RLK_DEVICE bool compare_calls(const Memory& memory, const Peer& peer, uint64_t generation, const Call& call,
-                              Failure* failure) {
-  Call theirs{};
-  const auto read = [&] { return read_call(memory, peer, generation, &theirs); };
+// pushed generation this is the wait. A difference sets the halt.
+template <class Memory, class Halt>
+RLK_DEVICE bool compare_calls(const Memory& memory, const Halt& halt, const Peer& peer, uint64_t generation,
+                              const Call& call, Failure* failure) {
+  bool differs = false;
+  const auto same = [&] {
+    Call theirs{};
+    if (differs || !read_call(memory, peer, generation, &theirs)) return false;
+    if (same_call(call, theirs)) return true;
+    *failure = Failure{kMismatch, peer.rank, kReady, kNoFailure, generation, generation, call, theirs};
+    halt.set();
+    differs = true;
+    return false;
+  };
   const auto seen = [&] {  // the peer's last call may be of either kind
     const uint64_t even = tagged_generation(generation, memory.load(&peer.control->call.word[0][0]));
     const uint64_t odd = tagged_generation(generation, memory.load(&peer.control->call.word[1][0]));
     return even > odd ? even : odd;
   };
-  const bool heard = wait_until(memory, peer, kCall, generation, read, seen, failure);
-  if (!heard || same_call(call, theirs)) return heard;
-  *failure = Failure{kMismatch, peer.rank, kReady, kNoFailure, generation, generation, call, theirs};
-  return false;
+  return wait_until(memory, halt, peer, kCall, generation, same, seen, failure);
 }
 
-// Whether a peer that has closed because ranks disagreed disagrees with this one, whose call `generation` began with;
-// the failure then says so.
+// Whether the peer has described another call than this rank's in `generation`; the failure then says so. For a call
+// that has failed: what ranks disagree about may be why.
 template <class Memory>
-RLK_DEVICE void find_disagreement(const Memory& memory, const Peer& peer, uint64_t generation, const Call& call,
+RLK_DEVICE bool find_disagreement(const Memory& memory, const Peer& peer, uint64_t generation, const Call& call,
                                   Failure* failure) {
   Call theirs{};
-  if (failure->kind != kPeerClosed || failure->reason != kMismatch || failure->peer != peer.rank) return;
-  if (!read_call(memory, peer, generation, &theirs) || same_call(call, theirs)) return;
+  if (!read_call(memory, peer, generation, &theirs) || same_call(call, theirs)) return false;
   *failure = Failure{kMismatch, peer.rank, kReady, kNoFailure, generation, generation, call, theirs};
+  return true;
 }
 
 // Step 6, after the last read.
@@ -244,7 +259,8 @@ template <class Memory> RLK_DEVICE void publish_done(const Memory& memory, Contr
 // This rank makes no more calls: peers that wait for it need not wait for the time-out. The first reason stays.
 template <class Memory>
 RLK_DEVICE void publish_closed(const Memory& memory, Control& mine, FailureKind reason = kNoFailure) {
-  if (memory.load(&mine.signal[kClosed].value) == 0) memory.store_release(&mine.signal[kClosed].value, 1 + uint64_t(reason));
+  uint64_t* closed = &mine.signal[kClosed].value;
+  if (memory.load(closed) == 0) memory.store_release(closed, 1 + uint64_t(reason));
 }
 
 }  // namespace rlk

@@ -21,9 +21,9 @@
  * missing release or acquire would allow is in the variants that move a step (READY_FIRST, NO_READY_WAIT, DONE_FIRST);
  * that the machine code has both is for the gates to say.
  *
- * PUSH. Each rank has two words of either parity for what a peer sends. They hold the tag only: what carries it is
- * whole by itself, and nothing is left to assert. But who waits for a tag wants that very one, so a word stored too
- * early is a hang. Two ranks store the words of a generation in any order, as nothing orders them; three store those
+ * PUSH. Each rank has two words of either parity for what a peer sends. They hold the tag only, the number of the push,
+ * by which pushes of a rank alternate between the parities: what carries it is whole by itself, and nothing is left to
+ * assert. But who waits for a tag wants that very one, so a word stored too early is a hang. Two ranks store the words of a generation in any order, as nothing orders them; three store those
  * for one peer at once, for fewer states. All have arrived when the rank begins to wait: later is as if it had been
  * slower, for no word is stored anew before its reader has answered. Tags do not repeat, no area is cleared.
  *
@@ -283,8 +283,8 @@ inline one_generation() {
 inline send() {
   do
   :: ONCE(0, CALL_WORD, THIS_CALL)
-  :: ONCE(1, WORD(0, generation), generation)
-  :: ONCE(2, WORD(1, generation), generation)
+  :: ONCE(1, WORD(0, pushes), pushes)
+  :: ONCE(2, WORD(1, pushes), pushes)
   :: d_step { sent == 7 -> sent = 0 } -> break
 #ifdef DIES
   :: me == LAST -> goto dead
@@ -295,8 +295,8 @@ inline send() {
 #define SEND_ALL(peer) \
   d_step { \
     SEND(CALL_WORD, peer, THIS_CALL); \
-    SEND(WORD(0, generation), peer, generation); \
-    SEND(WORD(1, generation), peer, generation) \
+    SEND(WORD(0, pushes), peer, pushes); \
+    SEND(WORD(1, pushes), peer, pushes) \
   }
 inline send() {
   if
@@ -307,10 +307,10 @@ inline send() {
 #endif
 
 #ifdef EARLY_PUSH
-#define READS (generation - 1)     /* if that was pushed */
-#define MUST_READ (READS > pulled)
+#define READS (pushes - 1)
+#define MUST_READ (READS > 0)
 #else
-#define READS generation
+#define READS pushes
 #define MUST_READ true
 #endif
 #define DESCRIBED(peer) BOX(CALL_WORD, me, peer) / 8 == described
@@ -318,6 +318,7 @@ inline send() {
 #define CAME_1(peer) BOX(WORD(1, READS), me, peer) == READS
 
 inline push() {
+  pushes++;
   send();
 #ifndef DATA_FIRST
   HEAR_ALL(DESCRIBED);
@@ -381,6 +382,7 @@ proctype rank(byte me) {
   byte generation, calls, piece, what, why;
   byte described;   /* the generation that describes this call, or this piece of it */
   byte pulled;      /* the last generation that was not pushed */
+  byte pushes;      /* how many were: the tag of what is pushed */
   byte sent;
   bool whole = true;
   do

@@ -19,7 +19,7 @@ from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
 from rlk.model.qwen3 import parameter_specs
 from rlk.ops.logprob import CHUNK_TOKENS
-from rlk.topology import Topology
+from rlk.topology import PATIENCE_S, Topology
 
 GIB = 1 << 30
 PROCESS_BYTES = GIB // 2  # Python, torch and the kernels, resident in each rank (measured: 0.4 GiB on a CPU)
@@ -71,8 +71,8 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
     if config.engine_tp != topology.tp:
         items["engine's own weights"] = local_parameters(model, config.engine_tp) * width
     items["activations"] = activation_bytes(config, model, topology, tokens, width)
-    if config.device == "cuda":
-        items["collectives"] = sum(segment_bytes(SIZES, world) for world in _ipc_groups(topology))
+    if config.device == "cuda" and config.mode == "consistency":
+        items["collectives"] = sum(segment_bytes(SIZES, world) for world in _ipc_groups(config, topology))
     rows = max(min(tokens, CHUNK_TOKENS), config.max_running)
     items["logits"] = 4 * rows * 4 * model.padded_vocab  # fp32; the whole row is sorted in sampling, with its indices
 
@@ -92,11 +92,12 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
     return MemoryPlan(items, available, pages)
 
 
-def _ipc_groups(topology: Topology) -> list[int]:
+def _ipc_groups(config: RunConfig, topology: Topology) -> list[int]:
     """Ranks of each of this rank's communicators that GPU IPC may serve: those that topology.connect makes."""
-    prompt = {tuple(ranks) for ranks in (topology.tp_ranks, topology.cp_ranks, topology.engine_ranks)}
-    patient = {tuple(ranks) for ranks in (topology.grad_ranks, topology.world_ranks)}
-    return [len(ranks) for ranks in (*prompt, *patient) if len(ranks) in routes.WORLDS]
+    patient = max(config.timeout, PATIENCE_S)
+    groups = {(tuple(ranks), config.timeout) for ranks in (topology.tp_ranks, topology.cp_ranks, topology.engine_ranks)}
+    groups |= {(tuple(ranks), patient) for ranks in (topology.grad_ranks, topology.world_ranks)}
+    return [len(ranks) for ranks, _ in groups if len(ranks) in routes.WORLDS]
 
 
 def local_parameters(model: ModelConfig, tp: int) -> int:

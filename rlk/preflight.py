@@ -107,11 +107,11 @@ def check_operators(device: str, mode: str, ranks_here: int) -> None:
     if missing := unserved_operators(device, mode):
         raise UsageError(f"this build has no {mode} backend on {device} for {len(missing)} operators "
                          f"({missing[0]}, ...): use --device cpu")
+    if device == "cuda":
+        check_architecture()
     if device not in RUN_DEVICES:
         raise UsageError(f"the operators run on {device}, but whole runs of engine and trainer have not been shown to: "
                          "use --device cpu")
-    if device == "cuda":
-        check_architecture()
 
 
 def unserved_operators(device: str, mode: str) -> list[str]:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from rlk.contract import ATTENTION_BLOCK, ATTENTION_CHUNK
-from rlk.kernels.attention_plan import Plan, Tiles, decode_plan, plan
+from rlk.kernels.attention_plan import Plan, Tiles, decode_keys, decode_plan, plan
 from rlk.kernels.attention_rule import attend_keys, empty_state, finish, join
 from rlk.kernels.operands import check_multiple, check_tensor, state_range
 from rlk.kernels.variants import Variant, architecture
@@ -231,6 +231,17 @@ def attention_paged(q_THE: torch.Tensor, k_cache_PSGE: torch.Tensor, v_cache_PSG
     page_stride, key_stride = k_cache_PSGE.stride()[:2]
     return _attend("attention_paged", q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table,
                    (key_stride, block_table.stride(0), page_stride, page_size, page_magic(page_size)), True)[0]
+
+
+def longest_decode(segments: torch.Tensor, q_THE: torch.Tensor, k_cache_PSGE: torch.Tensor,
+                   block_table: torch.Tensor) -> int:
+    """Keys of the longest row if these segments, on the CPU, are a decode step that may pass as it is; else 0.
+
+    Raises ValueError for segments outside of the queries or the table.
+    """
+    keys = decode_keys(segments, len(q_THE), len(block_table), block_table.shape[1] * k_cache_PSGE.shape[1])
+    group = q_THE.shape[1] // k_cache_PSGE.shape[2]
+    return keys if group <= choose(architecture(), "attention_split").constants["BLOCK_M"] else 0
 
 
 def attention_varlen(q_THE: torch.Tensor, k_UGE: torch.Tensor, v_UGE: torch.Tensor, segments: torch.Tensor | Plan,

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from rlk.kernels.attention import HEAD_DIMS, Config, check_keys, logit_scale, options
 from rlk.kernels.attention_plan import BackwardPlan, backward_plan
-from rlk.kernels.operands import MOST_BYTES, check_multiple, check_tensor
+from rlk.kernels.operands import check_multiple, check_reach, check_tensor
 from rlk.kernels.variants import Variant, architecture
 
 OP = "attention_varlen_backward"
@@ -248,7 +248,8 @@ def attention_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients (dq [T, H, E], dk and dv [U, G, E]) in BF16 for do, given the forward's inputs, o and lse.
 
-    Zeros for rows that no segment uses. do, q, k, v, o BF16, lse FP32 [T, H]; q, k and v may have strided rows.
+    Zeros for rows that no segment uses. do, q, k, v, o BF16, lse FP32 [T, H]; q, k and v may have strided rows, below
+    2 GiB from the first to the last; do, o and lse are copied where they are not contiguous.
     segments: on the CPU, or make_plan's, to be made once for all layers. key_starts int32 [sources] on the GPU; its
     entries are not checked, and the key ranges of sources must not overlap. Every row must hold finite numbers.
     Raises ValueError for shapes, strides and segments that do not fit.
@@ -262,7 +263,8 @@ def attention_varlen_backward(
     if (plan.query_rows, plan.key_rows) != (T, U):
         raise ValueError(f"{OP} got {T} query rows and {U} keys with a plan of {plan.query_rows} and {plan.key_rows}; "
                          "make one for these")
-    do_THE, q_THE = do_THE.contiguous(), _whole_heads(q_THE)
+    do_THE, o_THE, lse_TH, key_starts = (x.contiguous() for x in (do_THE, o_THE, lse_TH, key_starts))
+    q_THE = _whole_heads(q_THE)
     for name, x in (("do", do_THE), ("q", q_THE), ("o", o_THE)):
         check_tensor(OP, name, x, torch.bfloat16, (T, H, E))
     check_tensor(OP, "lse", lse_TH, torch.float32, (T, H))
@@ -270,9 +272,7 @@ def attention_varlen_backward(
     check_keys(OP, k_UGE, v_UGE)
     for name, x in (("q", q_THE), ("k", k_UGE), ("v", v_UGE)):
         check_multiple(OP, **{f"{name}_row_stride": x.stride(0)})
-        if len(x) * x.stride(0) * x.element_size() >= MOST_BYTES:
-            raise ValueError(f"{OP} got {len(x)} rows of {name} that lie {x.stride(0)} elements apart, expected less "
-                             f"than {MOST_BYTES} bytes from the first to the last; make it contiguous")
+        check_reach(OP, name, x, x.stride(0))
     dq_THE = (q_THE.new_empty if plan.covered else q_THE.new_zeros)((T, H, E))
     dk_UGE, dv_UGE = ((k_UGE.new_empty if plan.keys_covered else k_UGE.new_zeros)((U, G, E)) for _ in range(2))
     if not len(plan.segments):

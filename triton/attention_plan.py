@@ -8,8 +8,10 @@ whatever tile it is: the sums of a row are the same operations everywhere.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,18 +46,38 @@ class Plan:
 def of_content(function: Callable) -> Callable:
     """Remember function(table, *args) by the bytes of `table`, a CPU tensor: all layers of a step ask for the same.
 
-    A result that is not made again is a copy to the GPU that the host does not wait for. Nobody may change it.
+    A result that is not made again is a copy to the GPU that the host does not wait for. Nobody may change it. Tables
+    on the GPU are of the current stream: it has filled them, and takes their memory back, so each stream has its own.
+    A captured graph keeps what a call before it made, on whatever stream; capturing must begin when that has been
+    filled, as torch.cuda.graph sees to. Raises RuntimeError while a graph is captured that needs what is not there.
     """
-    @functools.lru_cache(REMEMBERED)
-    def made(content: bytes, shape: torch.Size, dtype: torch.dtype, *args):
-        table = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return function(table.reshape(shape), *args)
+    made: OrderedDict[tuple, Any] = OrderedDict()  # of (content, stream); that which was not used for longest is first
+    captured: dict[tuple, Any] = {}  # of content: graphs know the tables' addresses, so they are never dropped
+
+    def in_graph(content: tuple):
+        if content not in captured:
+            found = [result for (other, _), result in made.items() if other == content]
+            if not found:
+                raise RuntimeError(f"{function.__name__} got a new table of shape {tuple(content[1])} while a graph is "
+                                   "captured, expected one that a call has had before: a copy to the GPU cannot be "
+                                   "captured; make the same call once before capturing")
+            captured[content] = found[-1]
+        return captured[content]
 
     @functools.wraps(function)
     def call(table: torch.Tensor, *args):
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return function(table, *args)  # what is made now is filled by the graph's replays alone
-        return made(table.numpy().tobytes(), table.shape, table.dtype, *args)
+        content, stream = (table.numpy().tobytes(), table.shape, table.dtype, *args), 0
+        if torch.cuda.is_initialized():
+            if torch.cuda.is_current_stream_capturing():
+                return in_graph(content)
+            stream = torch.cuda.current_stream().cuda_stream
+        key = content, stream
+        if key not in made:
+            made[key] = function(table.clone(), *args)  # the caller may change his own
+            if len(made) > REMEMBERED:
+                made.popitem(last=False)
+        made.move_to_end(key)
+        return made[key]
 
     return call
 
@@ -152,6 +174,21 @@ def decode_plan(segments: torch.Tensor, most_keys: int) -> Plan:
                          "[T, 4]")
     found = Tiles(segments, chunks_of(most_keys), 1, identity=True) if len(segments) else None
     return Plan(found, None, len(segments), covered=True)
+
+
+@of_content
+def decode_keys(segments: torch.Tensor, query_rows: int, sources: int, most_keys: int) -> int:
+    """Keys of the longest row if segments int32 [n, 4] on the CPU are a decode step, as decode_plan has them; else 0.
+
+    sources and most_keys as in `plan`; raises ValueError as it does.
+    """
+    check_segments(segments, query_rows, sources, most_keys)
+    table = segments.numpy()
+    count = table[:, ROW_COUNT]
+    own_row = (count == 1) & (table[:, ROW_START] == np.arange(len(table)))
+    if len(table) != query_rows or not (own_row | (count == 0)).all():
+        return 0
+    return int((table[:, POSITION] + count)[count > 0].max(initial=0))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Layout: x, w and y are row-major. One program makes a BLOCK_M x BLOCK_N tile; M 
 neighbours in the launch order, so that a weight tile is read from memory once. Rows and columns beyond M and N read
 the last row or column again and are not written, so that loads need no mask; where K has a tail, it reads as zero.
 A configuration may swap the matrix unit's operands (w x^T, so that few rows of x fill it), and may start before the
-kernel in front has ended: until then it only moves its weights into the L2 cache, which holds no old values.
+kernel in front has ended: until then it only moves its weights into the L2 cache, which holds no old values. No
+configuration of the dispatch does either yet: they are candidates, which bench/tune_gemm.py times.
 
 Reduction order, the same in every configuration:
   gfx942  K is cut in chunks of 1024. A chunk is one FP32 accumulator from +0, K ascending by MFMA 16x16x16 (in blocks
@@ -186,7 +187,12 @@ class Config:
 
     def fits(self, M: int, N: int, leaf_k: int, leaves: int) -> bool:
         return (M <= self.max_m and self.min_n <= N <= self.max_n and self.min_k <= leaf_k <= self.max_k
-                and leaves in self.leaves and (self.tail or leaf_k % self.block_k == 0))
+                and self.sums(leaf_k, leaves))
+
+    def sums(self, leaf_k: int, leaves: int) -> bool:
+        """Whether the kernel is right for that depth; what it asks for ahead must lie within a row of w."""
+        return (leaves in self.leaves and (self.tail or leaf_k % self.block_k == 0)
+                and self.ahead <= leaf_k * leaves)
 
     def options(self, arch: str) -> dict:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
@@ -272,7 +278,7 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, leaves: int = 1, out_dtype: t
     M, N, K, x_MK = _checked(x_MK, w_NK, leaves, out_dtype, residual_MN, swiglu)
     name = config or choose(arch, max(M, 1), N, K, leaves)
     config = name if isinstance(name, Config) else CONFIGS[arch].get(name)
-    if config is None or leaves not in config.leaves or (not config.tail and K // leaves % config.block_k):
+    if config is None or not config.sums(K // leaves, leaves):
         raise ValueError(f"linear got {leaves} leaves of {K // leaves} for the configuration {name}, expected one of "
                          f"{list(CONFIGS[arch])} that serves them; leave the choice to the dispatch")
     partial_counts = parts(arch, K, leaves) if config.split else (1, 1)

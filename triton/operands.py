@@ -40,6 +40,13 @@ def state_range(tensor: torch.Tensor) -> None:
         tensor.ptr_range = lambda: reach * tensor.element_size()
 
 
+def check_reach(op: str, name: str, rows: torch.Tensor, stride: int) -> None:
+    """Raise ValueError unless these rows, `stride` elements apart, lie within 2 GiB from the first to the last."""
+    if len(rows) * stride * rows.element_size() >= MOST_BYTES:
+        raise ValueError(f"{op} got {len(rows)} rows of {name} that lie {stride} elements apart, expected less than "
+                         f"{MOST_BYTES} bytes from the first to the last; make it contiguous")
+
+
 def check_multiple(op: str, **widths: int) -> None:
     """Raise ValueError unless every width or stride, by name, is a positive multiple of 16."""
     for name, width in widths.items():

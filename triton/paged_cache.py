@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from rlk.kernels import rope
-from rlk.kernels.operands import check_multiple, check_tensor, state_far
+from rlk.kernels.operands import check_multiple, check_reach, check_tensor, state_far
 from rlk.kernels.rope import normed_rotation
 from rlk.kernels.variants import Variant, architecture
 
@@ -101,6 +101,7 @@ def _as_rows(op: str, name: str, x_THE: torch.Tensor, shape: tuple[int, ...]) ->
         x_THE = x_THE.contiguous()
     stride = x_THE.stride(0) if len(x_THE) > 1 else heads * E
     check_multiple(op, **{f"{name}_stride_over_tokens": stride})
+    check_reach(op, name, x_THE, stride)
     check_tensor(op, name, x_THE, torch.bfloat16, shape)
     return x_THE, stride
 

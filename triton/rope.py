@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rlk.kernels.norm import inverse_rms
-from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.operands import check_multiple, check_reach, check_tensor
 from rlk.kernels.variants import Variant, architecture
 
 
@@ -105,6 +105,7 @@ def _launch(x_THE, q_heads, k_heads, q_weight_E, k_weight_E, cos_TE2, sin_TE2, e
         x_THE = x_THE.contiguous()
     stride = x_THE.stride(0) if T > 1 else heads * E
     check_multiple(op, stride_over_tokens=stride)
+    check_reach(op, "x", x_THE, stride)
     check_tensor(op, "x", x_THE, torch.bfloat16)
     for name, tensor, dtype, shape in (
         ("q_weight", q_weight_E, torch.bfloat16, (E,)), ("k_weight", k_weight_E, torch.bfloat16, (E,)),

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from rlk.kernels.norm import inverse_rms
 from rlk.kernels.norm_backward import add_partials
-from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.operands import check_multiple, check_reach, check_tensor
 from rlk.kernels.variants import Variant, architecture
 
 
@@ -93,6 +93,7 @@ def qk_norm_rope_backward(dy_THE: torch.Tensor, x_THE: torch.Tensor, w_E: torch.
     dy_THE, w_E, cos_TE2, sin_TE2 = (tensor.contiguous() for tensor in (dy_THE, w_E, cos_TE2, sin_TE2))
     stride = x_THE.stride(0) if T > 1 else H * E
     check_multiple(op, stride_over_tokens=stride)
+    check_reach(op, "x", x_THE, stride)
     for name, tensor, dtype, shape in (
         ("x", x_THE, torch.bfloat16, (T, H, E)), ("dy", dy_THE, torch.bfloat16, (T, H, E)),
         ("w", w_E, torch.bfloat16, (E,)), ("cos", cos_TE2, torch.float32, (T, E // 2)),

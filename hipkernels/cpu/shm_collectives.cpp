@@ -57,6 +57,13 @@ struct HostMemory {
   }
 };
 
+// One thread visits the peers: what it sets, it finds itself.
+struct HostHalt {
+  bool* halted;
+  void set() const { *halted = true; }
+  bool is_set() const { return *halted; }
+};
+
 struct Group {
   Control* control[kMaxRanks];
   char* staging[kMaxRanks];
@@ -76,16 +83,18 @@ struct Communicator {
   // One generation: stage() writes this rank's staging area, read() takes from everybody's.
   template <class Stage, class Read> int exchange(const Call& call, Stage stage, Read read) {
     ++generation;
+    bool halted = false;
+    const HostHalt halt{&halted};
     Control& mine = *group.control[group.rank];
     for (int peer = 0; peer < group.world; ++peer)
-      if (!wait_until_released(memory, group.peer(peer), generation - 1, &failure)) return kTimeout;
+      if (!wait_until_released(memory, halt, group.peer(peer), generation - 1, &failure)) return kTimeout;
     stage(group.staging[group.rank]);
     describe_call(memory, mine, generation, call);
     publish_ready(memory, mine, generation);
     for (int peer = 0; peer < group.world; ++peer)
-      if (!wait_until_staged(memory, group.peer(peer), generation, &failure)) return kTimeout;
+      if (!wait_until_staged(memory, halt, group.peer(peer), generation, &failure)) return kTimeout;
     for (int peer = 0; peer < group.world; ++peer)
-      if (!compare_calls(memory, group.peer(peer), generation, call, &failure)) return kTimeout;
+      if (!compare_calls(memory, halt, group.peer(peer), generation, call, &failure)) return kTimeout;
     read();
     publish_done(memory, mine, generation);
     return kOk;

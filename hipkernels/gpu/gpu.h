@@ -112,11 +112,13 @@ __device__ inline void store16(void* address, Vector16 v) {
 __device__ inline void settle_stores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
 
 struct SystemMemory {
+  // With the address space spelt out, as above: an address that was kept in LDS would else be a flat one.
+  typedef __attribute__((address_space(1))) uint64_t GlobalWord;
   __device__ uint64_t load(const uint64_t* word) const {
-    return __hip_atomic_load(word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+    return __hip_atomic_load((const GlobalWord*)word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
   }
   __device__ void store(uint64_t* word, uint64_t value) const {
-    __hip_atomic_store(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+    __hip_atomic_store((GlobalWord*)word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
   }
   __device__ Pair64 load_pair(const uint64_t* words) const { return {load(words), load(words + 1)}; }
   __device__ void store_pair(uint64_t* words, Pair64 pair) const {

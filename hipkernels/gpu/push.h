@@ -14,20 +14,19 @@ namespace rlk {
 constexpr uint32_t kPacket = sizeof(Pair64);
 constexpr uint32_t kNoVector = ~0u;
 
-// Where a workgroup's pushed data lie in this generation.
+// Where a workgroup's pushed data lie in this push.
 template <int World> class Pushing {
  public:
   RLK_DEVICE Pushing(const Ranks& ranks, const Exchange& exchange, uint64_t receive, uint32_t vectors)
       : ranks_(ranks), exchange_(exchange), plane_(vectors * kPacket) {
-    const uint64_t generation = exchange.generation();
-    group_ = receive + (uint64_t(group_index()) * 2 + generation % 2) * (World * area());
+    group_ = receive + (uint64_t(group_index()) * 2 + exchange.pushes() % 2) * (World * area());
   }
 
   // Vector i of this rank's message, to all that want it.
   RLK_DEVICE void send(const Board& board, uint32_t i, const Vector16& v) const {
-    const uint64_t generation = exchange_.generation();
-    const Pair64 low = {tagged(generation, v.word[0]), tagged(generation, v.word[1])};
-    const Pair64 high = {tagged(generation, v.word[2]), tagged(generation, v.word[3])};
+    const uint64_t n = exchange_.pushes();
+    const Pair64 low = {tagged(n, v.word[0]), tagged(n, v.word[1])};
+    const Pair64 high = {tagged(n, v.word[2]), tagged(n, v.word[3])};
     RLK_UNROLL
     for (int step = 1; step <= (kKeeps ? 1 : World); ++step) {  // no two ranks begin with the same one
       const int rank = (ranks_.rank + step) % World;
@@ -42,7 +41,7 @@ template <int World> class Pushing {
   template <int kRows, int kFirst, int kRanks, class Index>
   RLK_DEVICE bool receive(const Board& board, Index index, const Vector16* mine, Terms<kRanks>* terms) const {
     const char* own = board.segment[ranks_.rank] + group_;
-    const uint64_t tag = tagged(exchange_.generation(), 0);
+    const uint64_t tag = tagged(exchange_.pushes(), 0);
     int late = 0;
     const auto arrived = [&] {
       bool whole = true;
@@ -74,10 +73,10 @@ template <int World> class Pushing {
     return came;
   }
 
-  // Before tags repeat: clear this workgroup's receive areas of this generation's kind, after the last read of them. No
-  // peer stores there before it has heard this rank in the next generation.
+  // Before tags repeat: clear this workgroup's receive areas of this push's kind, after the last read of them. No peer
+  // stores there before it has heard this rank in the next push.
   RLK_DEVICE void sweep(const Board& board) const {
-    if (exchange_.generation() % kSweep > 1) return;
+    if (exchange_.pushes() % kSweep > 1) return;
     char* own = board.segment[ranks_.rank] + group_;
     for (uint32_t at = lane_index() * kVector; at < World * area(); at += lane_count() * kVector)
       store16(own + at, Vector16{});

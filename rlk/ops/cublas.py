@@ -2,9 +2,10 @@
 
 cuBLAS picks a kernel by shape, layout and version, and some of them split the depth, which is another order of sums.
 So each product is tried once in a process, at its first use, on random data: equal bits, and cuBLAS serves it; else our
-kernel does, which is what ran in the comparison. Rows (tokens) are padded to a multiple of ROW_STEP, so that there are
-few products to try: a row's bits do not depend on the rows beside it, and rows of zeros add nothing to a weight
-gradient. Padding copies the operands: callers that can should bring a multiple of ROW_STEP rows.
+kernel does, which is what ran in the comparison. A trial that runs out of memory says nothing: the next call tries
+again. Rows (tokens) are padded to a multiple of ROW_STEP, so that there are few products to try: a row's bits do not
+depend on the rows beside it, and rows of zeros add nothing to a weight gradient. Padding copies the operands: callers
+that can should bring a multiple of ROW_STEP rows.
 
 Shape legend: M rows (tokens), N output features, K input features. Everything is BF16 but main_grad and FP32 results.
 """
@@ -26,7 +27,12 @@ ROW_STEP = 256
 FEWEST_ROWS = 512  # below, cuBLAS often splits the depth, and our kernels are no slower
 MOST_ROWS = 65536
 ALIGNMENT = 16  # bytes, and elements of each width: what the choice of a kernel may depend on
+LT_ALIGNMENT = 256  # bytes: cuBLASLt is told the alignment of each operand up to here
 SEED = 5
+SLICE_BYTES = 1 << 28  # of FP32: most of our kernel's result that a trial holds at once, beside all of cuBLAS's
+REFUSALS = ("out_dtype", "self dtype must match", "invalid combination of arguments", "unexpected keyword",
+            "not supported", "not implemented", "CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,20 @@ def serves_dw(dy_MN: torch.Tensor, x_MK: torch.Tensor, main_grad_NK: torch.Tenso
     """Whether `gemm_dw` below gives our kernel's bits for these operands."""
     rows = padded_rows(x_MK.shape[:-1].numel())
     fit = rows and _fit(dy_MN, x_MK) and dy_MN.shape[:-1] == x_MK.shape[:-1] and main_grad_NK.is_contiguous() and (
-        main_grad_NK.dtype == torch.float32 and main_grad_NK.data_ptr() % ALIGNMENT == 0
+        main_grad_NK.dtype == torch.float32 and main_grad_NK.data_ptr() % _alignment() == 0
         and tuple(main_grad_NK.shape) == (dy_MN.shape[-1], x_MK.shape[-1]))
     return bool(fit) and _tried("gemm_dw", rows, *main_grad_NK.shape, 1, torch.float32, x_MK)
 
 
 def _fit(*operands: torch.Tensor) -> bool:
-    return all(x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    alignment = _alignment()
+    return all(x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % alignment == 0
                and x.shape[-1] % ALIGNMENT == 0 for x in operands)
+
+
+def _alignment() -> int:
+    """Of operands, in bytes: that of a trial's, as far as the choice of a kernel depends on it."""
+    return LT_ALIGNMENT if "cublaslt" in _settings()[1].lower() else ALIGNMENT
 
 
 def _tried(op: str, rows: int, N: int, K: int, leaves: int, out_dtype: torch.dtype, like: torch.Tensor) -> bool:
@@ -91,7 +103,10 @@ def _tried(op: str, rows: int, N: int, K: int, leaves: int, out_dtype: torch.dty
         return equal
     if torch.version.hip or torch.cuda.is_current_stream_capturing():  # a graph would hold the trial
         return False
-    _equal[product] = equal = probe(product)
+    equal = probe(product)
+    if equal is None:
+        return False
+    _equal[product] = equal
     return equal
 
 
@@ -171,14 +186,21 @@ def _padded(x_MK: torch.Tensor, rows: int, zeros: bool = False) -> torch.Tensor:
 
 
 @torch.no_grad()
-def probe(product: Product) -> bool:
-    """Whether cuBLAS gives our kernel's bits for `product` on random data. Adds what it found to registry.probes."""
+def probe(product: Product) -> bool | None:
+    """Whether cuBLAS gives our kernel's bits for `product` on random data; None: there was no memory to try it.
+
+    Adds what it found to registry.probes. An error that is no refusal of the product is passed on.
+    """
     unequal, error = None, ""
     try:
-        ours, theirs = _both(product)
-        unequal = int((_bits(ours) != _bits(theirs)).sum())
-    except (RuntimeError, ValueError) as refused:  # a form this torch does not have, a shape that ours does not take
-        error = str(refused).splitlines()[0]
+        unequal = _unequal(product)
+    except (RuntimeError, ValueError, TypeError) as raised:
+        if _says(raised, OUT_OF_MEMORY) or isinstance(raised, torch.OutOfMemoryError):
+            return None
+        # A form that this torch does not have, or a shape that our kernel does not take.
+        if not isinstance(raised, (NotImplementedError, ValueError)) and not _says(raised, REFUSALS):
+            raise
+        error = str(raised).splitlines()[0]
     registry.probes.append(dict(
         library=f"cublas {version()}", torch=torch.__version__, gpu=torch.cuda.get_device_name(product.device),
         op=product.op, rows=product.rows, n=product.N, k=product.K, leaves=product.leaves,
@@ -186,26 +208,56 @@ def probe(product: Product) -> bool:
     return unequal == 0
 
 
-def _both(product: Product) -> tuple[torch.Tensor, torch.Tensor]:
-    """(our kernel's result, cuBLAS's) of the same random operands."""
-    generator = torch.Generator(product.device).manual_seed(SEED)
+def _says(raised: Exception, texts: tuple[str, ...]) -> bool:
+    return any(text.lower() in str(raised).lower() for text in texts)
+
+
+def _unequal(product: Product) -> int:
+    """Elements in which cuBLAS's result differs from our kernel's, of the same random operands.
+
+    Our kernel makes its result in slices of rows: they have the bits of the whole, and little room is taken.
+    """
     M, N, K = product.rows, product.N, product.K
 
-    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = SEED) -> torch.Tensor:
+        generator = torch.Generator(product.device).manual_seed(seed)
         return torch.empty(shape, dtype=dtype, device=product.device).normal_(generator=generator)
 
     if product.op == "linear":
-        x, w = draw(M, K), draw(N, K)
-        own = _kernels("gemm").linear(x, w, product.leaves, product.out_dtype)
-        return own, linear(x, w, product.leaves, product.out_dtype)
-    if product.op == "gemm_dx":
-        dy, w = draw(M, N), draw(N, K)
-        return _kernels("gemm_backward").input_gradient(dy, w), gemm_dx(dy, w)
-    dy, x, own = draw(M, N), draw(M, K), draw(N, K, dtype=torch.float32)
-    theirs = own.clone()
-    _kernels("gemm_backward").weight_gradient(dy, x, own)
-    gemm_dw(dy, x, theirs)
-    return own, theirs
+        x, w = draw(M, K), draw(N, K, seed=SEED + 1)
+        theirs = linear(x, w, product.leaves, product.out_dtype)
+
+        def own(rows: slice) -> torch.Tensor:
+            return _kernels("gemm").linear(x[rows], w, product.leaves, product.out_dtype)
+    elif product.op == "gemm_dx":
+        dy, w = draw(M, N), draw(N, K, seed=SEED + 1)
+        theirs = gemm_dx(dy, w)
+
+        def own(rows: slice) -> torch.Tensor:
+            return _kernels("gemm_backward").input_gradient(dy[rows], w)
+    else:
+        dy, x = draw(M, N), draw(M, K, seed=SEED + 1)
+
+        def main_grad(rows: slice) -> torch.Tensor:
+            return draw(rows.stop - rows.start, K, dtype=torch.float32, seed=SEED + 2 + rows.start)
+
+        def own(rows: slice) -> torch.Tensor:
+            part = main_grad(rows)
+            _kernels("gemm_backward").weight_gradient(dy[:, rows], x, part)
+            return part
+
+        theirs = torch.empty((N, K), dtype=torch.float32, device=product.device)
+        for rows in _slices(theirs):
+            theirs[rows] = main_grad(rows)
+        gemm_dw(dy, x, theirs)
+    return sum(int((_bits(own(rows)) != _bits(theirs[rows])).sum()) for rows in _slices(theirs))
+
+
+def _slices(result: torch.Tensor) -> list[slice]:
+    """The rows of a result in slices of about SLICE_BYTES."""
+    count, width = result.shape
+    step = max(SLICE_BYTES // (4 * width) // ROW_STEP, 1) * ROW_STEP
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

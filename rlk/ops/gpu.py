@@ -184,7 +184,8 @@ def sum_squares(x):
     return float(_kernels("optimizer").sum_squares(x))
 
 
-# ---- attention: triton/attention.py, attention_backward.py. Tiles are cut on the host, where the segments must be ----
+# ---- attention: triton/attention.py, attention_backward.py. Tiles are cut on the host, where the segments must be; but
+# those of a decode step are the tiles, and stay on the GPU ----
 
 
 @_backend("attention_varlen", "triton", BF16)
@@ -196,13 +197,32 @@ def attention_varlen(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=False):
 
 @_backend("attention_paged", "triton", BF16)
 def attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table):
-    return _kernels("attention").attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments.cpu(), block_table)
+    kernels, most_keys = _kernels("attention"), None
+    if segments.is_cuda and torch.cuda.is_current_stream_capturing():  # the host cannot look: it must be a decode step
+        if len(segments) != len(q_THE):
+            raise ValueError(f"attention_paged got {len(segments)} segments for {len(q_THE)} query rows while a graph "
+                             "is captured, expected one for each row, in order; capture decode steps alone, or give "
+                             "the segments on the CPU")
+    elif segments.is_cuda:
+        table = _on_host(segments)
+        most_keys = kernels.longest_decode(table, q_THE, k_cache_PSGE, block_table)
+        segments = segments.contiguous() if most_keys else table
+    return kernels.attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table, most_keys)
 
 
 @_backend("attention_varlen_backward", "triton", BF16)
 def attention_varlen_backward(do_THE, q_THE, k_UGE, v_UGE, o_THE, lse_TH, segments, key_starts):
     return _kernels("attention_backward").attention_varlen_backward(
         do_THE, q_THE, k_UGE, v_UGE, o_THE, lse_TH, segments.cpu(), _on_gpu(key_starts, q_THE.device))
+
+
+def _on_host(table):
+    """The table on the CPU; from the GPU it is read once for all layers, and again when torch has written into it."""
+    version = None if table.is_inference() else table._version
+    read = getattr(table, "read_by_host", None)
+    if read is None or version is None or read[0] != version:
+        read = table.read_by_host = version, table.cpu()
+    return read[1]
 
 
 def _on_gpu(table, device):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -102,21 +102,25 @@ class Registry:
         operator that torch differentiates by itself.
         """
         _load_backends(device)
-        served = {op: {device for b in backends if b.contract == (mode == "consistency") for device in b.devices}
-                  for op, backends in self._backends.items()}
-        return sorted(op for op, devices in served.items() if devices and device not in devices)
+        consistent = mode == "consistency"
+        missing = []
+        for op, backends in self._backends.items():
+            fitting = [b for b in backends if b.contract == consistent and b.devices]
+            if fitting and not any(device in b.devices and b.guard is None for b in fitting):
+                missing.append(op)
+        return sorted(missing)
 
     @contextmanager
     def override(self, op: str, function: Callable) -> Iterator[None]:
         """Replace every backend of `op` for the time of the block: how negative controls break one link.
 
-        Its calls stay in the readback, as calls outside the contract.
+        Its calls stay in the readback, as calls outside the contract. A backend given here is asked no guard.
         """
         backend = next((b for b in self._backends[op] if b.function is function), None)
         if backend is None:
             backend = Backend(op, "override", function, contract=False, devices=())  # no device: never chosen otherwise
             self._backends[op].append(backend)
-        self._overrides[op] = backend
+        self._overrides[op] = replace(backend, guard=None)  # its count of calls is the same
         self._chosen.clear()
         try:
             yield

@@ -37,9 +37,9 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BARRIER, NORM = range(5)  # enum Operati
 READY, DONE, CALL, DATA = 0, 1, 3, 4  # enum Signal
 NO_FAILURE, TIMED_OUT, PEER_CLOSED, MISMATCH, SLOT_REUSED = range(5)  # enum FailureKind
 FAILURE = np.dtype(Failure)
-GROUP_PROGRESS = np.dtype({"names": ["generation", "released", "used_slot", "failure"],
-                           "formats": [np.uint64, np.uint64, np.int64, FAILURE], "offsets": [0, 8, 16, 24],
-                           "itemsize": LINE})
+GROUP_PROGRESS = np.dtype({"names": ["generation", "released", "pushes", "used_slot", "failure"],
+                           "formats": [np.uint64, np.uint64, np.uint64, np.int64, FAILURE],
+                           "offsets": [0, 8, 16, 24, 32], "itemsize": LINE})
 EPS = 1e-6
 ALONE = Sizes(LEAST_SLICE, 0, 0)
 

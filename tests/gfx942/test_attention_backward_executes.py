@@ -233,6 +233,17 @@ def test_a_pack_agrees_with_autograd_and_leaves_zeros_for_rows_that_no_segment_u
         assert not x[3].any() and not x[40:].any()
 
 
+def test_an_output_and_log_sums_that_are_not_contiguous_give_the_same_gradients(emulated):
+    q, k, v, d_o = inputs(5)
+    segments, starts = table([(0, 5, 0, 0)]), table([0])
+    o, lse = attention.attention_varlen(q, k, v, segments, starts)
+    apart = [torch.stack([x, torch.full_like(x, torch.nan)], 1)[:, 0] for x in (o, lse)]
+    assert not any(x.is_contiguous() for x in apart)
+    got, expected = (attention_backward.attention_varlen_backward(d_o, q, k, v, *forward, segments, starts)
+                     for forward in (apart, (o, lse)))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_nothing_to_do_gives_zeros(emulated):
     q, k, v, d_o = inputs(3)
     for segments in (table([(0, 0, 0, 0)]), torch.zeros(0, 4, dtype=torch.int32)):

@@ -1,13 +1,15 @@
 """The attention launchers, with the emulator in the GPU's place: plans, grids, strides, workspaces, refusals."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rlk.kernels import attention
-from rlk.kernels.attention_plan import decode_plan, upload
+from rlk.kernels.attention_plan import REMEMBERED, decode_plan, of_content, upload
+from rlk.ops import gpu
 from rlk.ops.attention import attention_varlen_reference
 from tests.gfx942.emulator import Device
 from tests.gfx942.numerics import BF16_EPSILON
@@ -132,6 +134,95 @@ def test_a_plan_is_made_once_for_tables_of_the_same_content():
     segments[1, 1], starts[1] = 39, 4  # in place: another content
     assert attention.make_plan(segments, q, G, 2, 43).prefill.table[:, 1].sum() == 39
     assert upload(starts, q.device).tolist() == [0, 4]
+
+
+class OnHost(torch.Tensor):
+    is_cuda = False
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The state of a GPU that attention_plan and rlk.ops.gpu ask for, and how often a tensor was copied to the host."""
+    state = SimpleNamespace(stream=0, capturing=False, reads=0)
+
+    def cpu(x):
+        assert not state.capturing
+        state.reads += 1
+        return x.clone().as_subclass(OnHost)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=state.stream))
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    return state
+
+
+def test_each_stream_has_its_own_tables(cuda):
+    remembered, content = of_content(lambda table, *args: [table, *args]), table([1, 2])
+    first = remembered(content, "a")
+    cuda.stream = 1
+    other = remembered(content, "a")
+    assert other is not first and remembered(content, "a") is other
+    cuda.stream = 0
+    assert remembered(content, "a") is first
+    for i in range(REMEMBERED):
+        remembered(table([i]))
+    assert remembered(content, "a") is not first  # it was not used for longest
+
+
+def test_a_captured_graph_keeps_the_tables_that_a_call_before_it_made(cuda):
+    remembered, content = of_content(lambda table: [table]), table([1, 2])
+    cuda.capturing, cuda.stream = True, 1
+    with pytest.raises(RuntimeError, match=r"shape \(2,\) while a graph is captured.*make the same call once before"):
+        remembered(content)
+    cuda.capturing, cuda.stream = False, 0
+    made = remembered(content)
+    cuda.capturing, cuda.stream = True, 1
+    assert remembered(content) is made
+    cuda.capturing = False
+    for i in range(REMEMBERED + 1):
+        remembered(table([i]))
+    cuda.capturing = True
+    assert remembered(content) is made  # a graph may replay at any time
+
+
+def test_segments_on_the_gpu_are_read_once_for_all_layers_and_again_when_they_have_changed(cuda):
+    q, k, v = fused(43)
+    whole, _ = attention.attention_varlen(q, k, v, table([(0, 3, 0, 0), (3, 40, 0, 1)]), table([0, 3]))
+    *caches, block_table = paged(k, v, [3, 40])
+    segments = table([(0, 1, 2, 0), (1, 1, 33, 1)])
+    for _ in range(3):
+        assert same(gpu.attention_paged(q[[2, 36]], *caches, segments, block_table), whole[[2, 36]])
+    assert cuda.reads == 1
+    segments[0, 2], segments[1, 2] = 1, 38
+    assert same(gpu.attention_paged(q[[1, 41]], *caches, segments, block_table), whole[[1, 41]])
+    assert cuda.reads == 2
+    segments[1, 2] = 64
+    with pytest.raises(ValueError, match="check the segment table"):
+        gpu.attention_paged(q[[1, 41]], *caches, segments, block_table)
+
+
+@pytest.mark.parametrize("rows, segments", [
+    ([0, 1, *range(3, 36)], [(0, 2, 0, 0), (2, 33, 0, 1)]),
+    ([7, 2], [(1, 1, 2, 0), (0, 1, 4, 1)]),  # as many segments as rows, in another order
+    ([3, 4], [(0, 0, 0, 0), (0, 2, 0, 1)]),
+])
+def test_segments_on_the_gpu_that_are_no_decode_step_are_cut_on_the_host(cuda, rows, segments):
+    q, k, v = fused(43)
+    whole, _ = attention.attention_varlen(q, k, v, table([(0, 3, 0, 0), (3, 40, 0, 1)]), table([0, 3]))
+    *caches, block_table = paged(k, v, [3, 40])
+    assert same(gpu.attention_paged(q[rows], *caches, table(segments), block_table), whole[rows])
+
+
+def test_a_decode_step_is_captured_without_a_look_at_its_segments_and_nothing_else_is(cuda):
+    q, k, v = fused(43)
+    *caches, block_table = paged(k, v, [3, 40])
+    segments = table([(0, 1, 2, 0), (1, 1, 33, 1)])
+    eager = gpu.attention_paged(q[[2, 36]], *caches, segments, block_table)
+    cuda.capturing, cuda.reads = True, 0
+    assert same(gpu.attention_paged(q[[2, 36]], *caches, segments, block_table), eager) and not cuda.reads
+    with pytest.raises(ValueError, match="2 segments for 3 query rows while a graph is captured.*decode steps alone"):
+        gpu.attention_paged(q[:3], *caches, segments, block_table)
 
 
 def test_nothing_to_do_gives_an_empty_result():

@@ -6,6 +6,7 @@ shots, no closing of the mailboxes. A release that is missing cannot show here: 
 """
 
 import ctypes
+import time
 
 import numpy as np
 import pytest
@@ -121,13 +122,15 @@ def test_slots_are_not_filled_while_peers_read_them(seed):
 
 @pytest.mark.parametrize("first", [0, (1 << 30) - 3, (1 << 31) - 3, (1 << 32) - 3, (1 << 33) - 3])
 def test_receive_areas_are_cleared_before_tags_repeat(first):
-    """After 2^31 generations a tag comes again: a word of the old one must not be there."""
+    """After 2^31 pushes a tag comes again: a word of the old one must not be there, whatever is pulled in between."""
     world, rng = 2, np.random.default_rng(0)
     group = HostGroup(HostFibers(), world, push_bytes=4096)
     for rank in range(world):
-        group.progress(rank)["generation"] = first
+        group.progress(rank)["pushes"] = first
     large = runs.all_reduce(rng, world, FLOAT32, 1000, runs.PUSHED)
-    jobs = [large, large, *(runs.all_reduce(rng, world, FLOAT32, 4, runs.PUSHED) for _ in range(4))]
+    jobs = [large, large]
+    for _ in range(4):
+        jobs += [runs.all_reduce(rng, world, FLOAT32, 4, route) for route in (runs.PUSHED, runs.TWO_SHOTS)]
     for job, results in zip(jobs, group.run(*jobs), strict=True):
         check(job, results)
     no_failure(group)
@@ -298,6 +301,21 @@ def test_ranks_that_disagree_all_find_out(fibers, calls):
                 count = sum(x.size for x in of.inputs[0][:1 if of.operation == runs.NORM else None])
                 assert (called["operation"], called["count"], called["slot"]) == (of.operation, count, of.slot)
                 assert called["dtype"] == (0 if of.operation == runs.BARRIER else of.dtype)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_disagreement_is_not_hidden_by_a_rank_that_never_comes(fibers, route):
+    """Rank 2 is absent, rank 3 calls something else: all say so. Pushed, at once; pulled, when rank 2's time is up."""
+    group, start = HostGroup(fibers, 4, timeout_s=20 if route == runs.PUSHED else 0.5), time.monotonic()
+    jobs = {rank: one_call(8 if rank == 3 else 60, world=4, route=route) for rank in (0, 1, 3)}
+    with group.fibers.together():
+        for rank, job in jobs.items():
+            group.queue(rank, job)
+    assert time.monotonic() - start < 10
+    for rank in jobs:
+        record = group.records[rank]
+        assert (record["kind"], record["peer"] == 3) == (runs.MISMATCH, rank != 3)
+        assert {record["mine"]["count"], record["theirs"]["count"]} == {8, 60}
 
 
 def queue_widened(group, rank, job):

@@ -36,6 +36,16 @@ def test_a_configuration_that_starts_after_the_kernel_in_front_has_none_of_this(
     assert "griddepcontrol" not in compile_variant(PLAIN, ARCH).asm
 
 
+def test_no_more_of_a_weight_row_is_asked_for_ahead_than_it_has():
+    config = Config(16, 32, 128, 4, 4, leaves=(1, 2), ahead=512)
+    assert config.fits(8, 4096, 512, 1) and config.fits(8, 4096, 256, 2)
+    assert not config.fits(8, 4096, 384, 1) and not config.fits(8, 4096, 128, 2)
+
+
+def test_the_dispatch_has_no_configuration_that_swaps_or_starts_early():
+    assert {(c.swap, c.ahead) for configs in gemm.CONFIGS.values() for c in configs.values()} == {(False, AFTER)}
+
+
 def test_an_early_start_without_a_wait_fails_its_gate():
     broken = dataclasses.replace(PLAIN, name="no_wait", options=PLAIN.options | {"launch_pdl": True})
     (failure,) = check_options([broken], ARCH)

@@ -4,7 +4,16 @@ their kernels, given the arguments that it was compiled for, and no other."""
 import pytest
 import torch
 
-from rlk.kernels import embedding, norm_backward, optimizer, paged_cache, rope, rope_backward, swiglu_backward
+from rlk.kernels import (
+    embedding,
+    norm_backward,
+    operands,
+    optimizer,
+    paged_cache,
+    rope,
+    rope_backward,
+    swiglu_backward,
+)
 from tests.gfx942.test_launchers import stand_in
 
 MODULES = (embedding, norm_backward, optimizer, paged_cache, rope_backward, swiglu_backward)
@@ -60,3 +69,29 @@ def test_only_a_part_may_be_as_long_as_a_launch_reaches(launched, monkeypatch):
     optimizer.sum_squares(flat)
     optimizer.adamw(flat, flat, flat, flat, flat, *[0.5] * 8)
     assert [label.split("/")[0] for label in labels] == ["sum_squares"] * 2 + ["sum_squares_total"] + ["adamw"] * 2
+
+
+@pytest.mark.parametrize("name, launch", [
+    ("x", lambda rows, far, w, angles, pages, slots: rope.qk_norm_rope(far, w, angles, angles, EPS)),
+    ("x", lambda rows, far, w, angles, pages, slots: rope_backward.qk_norm_rope_backward(
+        rows, far, w, angles, angles, EPS, None)),
+    ("k", lambda rows, far, w, angles, pages, slots: paged_cache.write_kv(far, rows, pages, pages, slots)),
+    ("v", lambda rows, far, w, angles, pages, slots: paged_cache.write_kv(rows, far, pages, pages, slots)),
+    ("qkv", lambda rows, far, w, angles, pages, slots: paged_cache.qk_norm_rope_write(
+        far, w, w, angles, angles, EPS, pages[:, :, :1], pages[:, :, :1], slots)),
+])
+def test_rows_whose_offsets_exceed_32_bits_are_refused(monkeypatch, name, launch):
+    modules = (*MODULES, rope)
+    labels = stand_in(monkeypatch, modules, [v for module in modules for v in module.variants("gfx942")], "gfx942",
+                      execute=False)
+    T, H, E = 4, 3, 64
+    angles, slots = torch.empty(T, E // 2), torch.zeros(T, dtype=torch.int64)
+    others = bf16(E), angles, bf16(1, 1, H, E), slots
+    far = bf16(T, 8 * H, E)[:, :H]
+    launch(bf16(T, H, E), far, *others)
+    assert labels.pop(0) and not labels
+    monkeypatch.setattr(operands, "MOST_BYTES", far.stride(0) * T * 2)
+    with pytest.raises(ValueError, match=f"got 4 rows of {name} that lie 1536 elements apart.*make it contiguous"):
+        launch(bf16(T, H, E), far, *others)
+    launch(bf16(T, H, E), far.contiguous(), *others)
+    assert len(labels) == 1

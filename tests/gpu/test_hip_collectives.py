@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import itertools
 
 import numpy as np
@@ -23,6 +24,13 @@ ROUTES = (runs.ONE_SHOT, runs.TWO_SHOTS, runs.PUSHED)
 MOST_PUSHED = runs.MOST_GROUPS * runs.LEAST_SLICE
 
 
+@functools.cache
+def streams_of(device):
+    """One for each rank, made one after the other and used by every group: a device has few hardware queues, and of two
+    streams that came to share one the second would wait for the first, which waits for it."""
+    return [torch.cuda.Stream(device) for _ in range(max(WORLDS))]
+
+
 class GpuGroup:
     """The ranks of a group in one process, each with a stream of its own: on one GPU, or each on its own."""
 
@@ -35,7 +43,7 @@ class GpuGroup:
         self.segments = [torch.zeros(segment, dtype=torch.uint8, device=d) for d in self.devices]
         self.progresses = [torch.zeros(progress, dtype=torch.uint8, device=d) for d in self.devices]
         self.raw_records = [torch.zeros(record, dtype=torch.uint8).pin_memory() for _ in self.devices]
-        self.streams = [torch.cuda.Stream(d) for d in self.devices]
+        self.streams = [streams_of(d)[rank] for rank, d in enumerate(self.devices)]
         self.ranks = runs.all_ranks([s.data_ptr() for s in self.segments], self.sizes, timeout_s,
                                     [r.data_ptr() for r in self.raw_records])
         self._load_kernels()

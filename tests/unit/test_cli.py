@@ -177,6 +177,7 @@ def test_consistency_on_a_device_without_contract_operators_is_refused(checkpoin
 
 def test_a_device_on_which_no_whole_run_was_shown_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("rlk.preflight.check_architecture", lambda: "")
     with pytest.raises(UsageError, match="have not been shown to: use --device cpu"):
         decide([proposal(config_of(checkpoint, device="cuda"))])
 

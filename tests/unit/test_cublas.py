@@ -20,6 +20,13 @@ def draw(seed, *shape, dtype=BF16):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def placed(x, offset):
+    """A copy of x that begins `offset` bytes after a multiple of 256."""
+    room = torch.empty(x.nbytes + 512, dtype=torch.uint8)
+    first = -room.data_ptr() % 256 + offset
+    return room[first:first + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+
+
 def product(a, b, out_dtype=BF16):
     return gemm._linear_cpu(a.contiguous(), b.t().contiguous(), 1, out_dtype)
 
@@ -39,6 +46,8 @@ class FakeCublas:
 
     def addmm(self, c, a, b, out_dtype, out):
         self.calls.append((tuple(a.shape), tuple(b.shape)))
+        if self.refuses:
+            raise self.refuses
         return out.copy_(c + self.sum(a, b))
 
     def sum(self, a, b):
@@ -115,11 +124,48 @@ def test_a_library_that_splits_the_depth_does_not_serve_and_the_record_counts_wh
     assert not found["equal"] and found["unequal"] > 0
 
 
-def test_a_form_that_torch_refuses_does_not_serve_and_the_record_says_why(library):
-    library.refuses = NotImplementedError("no such overload\nat a line")
-    assert not questions()["linear"]()
+@pytest.mark.parametrize("op", list(questions()))
+def test_a_trial_in_slices_finds_the_same(library, monkeypatch, op):
+    monkeypatch.setattr(cublas, "SLICE_BYTES", 1)
+    monkeypatch.setattr(cublas, "ROW_STEP", 16)
+    assert questions()[op]()
+    library.split = True
+    monkeypatch.setattr(cublas, "_equal", {})
+    assert not questions()[op]() and registry.probes[-1]["unequal"] > 0
+
+
+@pytest.mark.parametrize("refusal", [
+    NotImplementedError("no such overload\nat a line"), ValueError("K of another size"),
+    TypeError("addmm() received an invalid combination of arguments"),
+    RuntimeError("out_dtype must be the same as input dtype"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`"),
+])
+@pytest.mark.parametrize("op", list(questions()))
+def test_a_form_that_is_refused_does_not_serve_and_the_record_says_why(library, op, refusal):
+    library.refuses = refusal
+    assert not questions()[op]()
     assert [(found["equal"], found["unequal"], found["error"]) for found in registry.probes] == [
-        (False, None, "no such overload")]
+        (False, None, str(refusal).splitlines()[0])]
+    library.refuses = None
+    assert not questions()[op]() and len(registry.probes) == 1
+
+
+@pytest.mark.parametrize("full", [torch.OutOfMemoryError("CUDA"), RuntimeError("Triton Error [CUDA]: out of memory"),
+                                  RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")])
+def test_a_trial_without_memory_is_repeated_at_the_next_call(library, full):
+    library.refuses = full
+    assert not questions()["linear"]() and registry.probes == []
+    library.refuses = None
+    assert questions()["linear"]() and [found["equal"] for found in registry.probes] == [True]
+
+
+@pytest.mark.parametrize("broken", [RuntimeError("CUDA error: an illegal memory access was encountered"),
+                                    RuntimeError("Triton Error [CUDA]: invalid argument"), TypeError("a NoneType")])
+def test_an_error_that_is_no_refusal_is_passed_on(library, broken):
+    library.refuses = broken
+    with pytest.raises(type(broken), match=str(broken)[-10:]):
+        questions()["linear"]()
+    assert registry.probes == []
 
 
 def test_nothing_is_tried_while_a_graph_is_captured_but_what_was_tried_serves(library, monkeypatch):
@@ -134,9 +180,25 @@ def test_nothing_is_tried_while_a_graph_is_captured_but_what_was_tried_serves(li
 
 def test_another_setting_of_torch_is_another_product(library, monkeypatch):
     assert questions()["linear"]()
-    monkeypatch.setattr(cublas, "_settings", lambda: ("False", "cublaslt"))
+    monkeypatch.setattr(cublas, "_settings", lambda: ("another", "_BlasBackend.Cublas"))
     library.split = True
-    assert not questions()["linear"]()
+    assert not questions()["linear"]() and len(registry.probes) == 2
+
+
+@pytest.mark.parametrize("backend, offset, serves", [
+    ("_BlasBackend.Cublas", 16, True), ("_BlasBackend.Cublaslt", 0, True), ("_BlasBackend.Cublaslt", 128, False)])
+def test_cublaslt_gets_no_operand_that_is_aligned_less_than_those_of_the_trial(library, monkeypatch, backend, offset,
+                                                                              serves):
+    monkeypatch.setattr(cublas, "_settings", lambda: ("True", backend))
+    dy, x, w = (placed(x, 0) for x in (draw(3, M, N), draw(1, M, K), draw(2, N, K)))
+    main_grad = placed(draw(4, N, K, dtype=FP32), 0)
+    for change in range(3):
+        moved = [placed(t, offset if i == change else 0) for i, t in enumerate((dy, x, main_grad))]
+        assert cublas.serves_dw(*moved) == serves
+    for moved in ((x, placed(w, offset)), (placed(x, offset), w)):
+        assert cublas.serves_linear(*moved, 1, FP32) == serves
+    for moved in ((dy, placed(w, offset)), (placed(dy, offset), w)):
+        assert cublas.serves_dx(*moved) == serves
 
 
 def test_operands_of_another_form_are_left_to_our_kernel(library):

@@ -68,5 +68,25 @@ def test_an_operator_whose_only_backend_has_a_guard_stops():
         registry.call("op", X)
 
 
+def test_a_backend_with_a_guard_that_is_put_in_the_operator_s_place_takes_all_arguments():
+    registry = Registry()
+    registry.register("op", "library", contract=True, guard=lambda n: n > 4)(library := lambda n: "library")
+    registry.register("op", "own", contract=True)(lambda n: "own")
+    with registry.override("op", library):
+        assert [registry.call("op", X, n) for n in (1, 9)] == ["library", "library"]
+    assert registry.call("op", X, 1) == "own"
+    assert [(row["backend"], row["calls"]) for row in registry.readback()] == [("library", 2), ("own", 1)]
+
+
+def test_an_operator_is_served_where_a_backend_takes_all_arguments():
+    registry = Registry()
+    for op, guard in (("guarded", bool), ("own", None)):
+        registry.register(op, "library", contract=True, guard=bool)(lambda: "library")
+        registry.register(op, "second", contract=True, guard=guard)(lambda: "second")
+    registry.register("elsewhere", "reference", contract=False)(lambda: "reference")
+    assert registry.unserved("cpu", "consistency") == ["guarded"]
+    assert registry.unserved("cpu", "native") == []
+
+
 def fake() -> str:
     return "fake"
