@@ -102,8 +102,8 @@ def check_operators(device: str, mode: str, ranks_here: int) -> None:
     if device == "cuda":
         gpus = torch.cuda.device_count()
         if gpus < ranks_here:
-            raise UsageError(f"--device cuda with {ranks_here} ranks here, but torch sees {gpus} GPUs: lower --nproc, "
-                             "or use --device cpu")
+            remedy = "lower --nproc, or use --device cpu" if gpus else "use --device cpu"
+            raise UsageError(f"--device cuda with {ranks_here} ranks here, but torch sees {gpus} GPUs: {remedy}")
     if missing := unserved_operators(device, mode):
         raise UsageError(f"this build has no {mode} backend on {device} for {len(missing)} operators "
                          f"({missing[0]}, ...): use --device cpu")
