@@ -14,10 +14,13 @@ from rlk.collectives import LocalCommunicator
 from rlk.config import RunConfig
 from rlk.errors import CheckFailed
 from rlk.rollout.engine import Trajectory
+from rlk.topology import Groups
 from rlk.train.run import Run, Scored
 from rlk.train.trainer import Trainer
 from tests.evidence import make_row
 from tests.thread_ranks import on_threads
+
+ALONE = Groups(*[LocalCommunicator()] * 5)
 
 
 def trajectory(uid: int, length: int = 3) -> Trajectory:
@@ -34,9 +37,18 @@ def recomputed(trajectories: list[Trajectory]) -> Scored:
 
 def audit(trajectories: list[Trajectory], scored: list[Scored], tp: int = 1, policy_version: int = 0):
     run = SimpleNamespace(policy=SimpleNamespace(policy_version=policy_version),
-                          topology=SimpleNamespace(tp=tp, tp_rank=0), groups=SimpleNamespace(world=LocalCommunicator()),
+                          topology=SimpleNamespace(tp=tp, tp_rank=0), groups=ALONE,
                           evidence=SimpleNamespace(auditor=Auditor(None, "consistency")))
     return Run.audit(run, 0, trajectories, scored)
+
+
+def test_a_collective_that_failed_ends_the_step_before_its_numbers_are_compared(monkeypatch):
+    def check():
+        raise CheckFailed("rank 1 never came")
+
+    monkeypatch.setattr(ALONE.cp, "check", check, raising=True)
+    with pytest.raises(CheckFailed, match="rank 1 never came"):
+        audit([], [])
 
 
 def test_samples_of_stale_weights_fail_the_audit_even_if_no_bit_differs():
@@ -99,6 +111,7 @@ class Rank:
         self.config = dataclasses.replace(RunConfig(), rollout_batch_size=1, samples_per_prompt=4,
                                           **({"global_batch_size": 4} | options))
         self.policy, self.unequal, self.calls = None, unequal, []
+        self.groups = ALONE
         self.optimizer = SimpleNamespace(step=lambda: self.calls.append("optimizer") or 0.0)
 
     def audit(self, step, trajectories, scored):
