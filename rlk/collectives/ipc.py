@@ -210,8 +210,10 @@ class IpcCommunicator:
     # ---- inside ----
 
     def _route(self, size: int) -> int:
-        most = MOST_GROUPS * LEAST_SLICE if self._memory.sizes.push >= LEAST_SLICE else -1
-        return self.limits._replace(pushed=min(self.limits.pushed, most)).route(size)
+        """routes.PUSHED, ONE_SHOT or TWO_SHOT for `size` bytes; what the kernels cannot push goes one-shot."""
+        route = self.limits.route(size)
+        can_push = self._memory.sizes.push >= LEAST_SLICE and size <= MOST_GROUPS * LEAST_SLICE
+        return route if can_push or route != routes.PUSHED else routes.ONE_SHOT
 
     def _all_reduce(self, x: torch.Tensor, out: torch.Tensor, slot: int) -> torch.Tensor:
         route = self._route(nbytes(x.shape, x.dtype))

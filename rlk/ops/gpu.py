@@ -1,7 +1,7 @@
 """The GPU backends of the operators: Triton (triton/) and HIP C++ (hipkernels/gpu/), for NVIDIA and AMD alike.
 
 Each function here hands the operator's arguments to its kernel; the rule stands in the operator's file and the
-reduction order in the kernel's. What has no backend here yet is refused by the registry before a run starts.
+reduction order in the kernel's.
 Triton is imported at the first call: a machine without a GPU needs none.
 """
 
@@ -190,7 +190,7 @@ def sum_squares(x):
 
 @_backend("attention_varlen", "triton", BF16)
 def attention_varlen(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=False):
-    o_THE, lse_TH = _kernels("attention").attention_varlen(q_THE, k_UGE, v_UGE, segments.cpu(),
+    o_THE, lse_TH = _kernels("attention").attention_varlen(q_THE, k_UGE, v_UGE, _on_host(segments),
                                                            _on_gpu(key_starts, q_THE.device))
     return o_THE, lse_TH if need_lse else None
 
@@ -213,11 +213,13 @@ def attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table):
 @_backend("attention_varlen_backward", "triton", BF16)
 def attention_varlen_backward(do_THE, q_THE, k_UGE, v_UGE, o_THE, lse_TH, segments, key_starts):
     return _kernels("attention_backward").attention_varlen_backward(
-        do_THE, q_THE, k_UGE, v_UGE, o_THE, lse_TH, segments.cpu(), _on_gpu(key_starts, q_THE.device))
+        do_THE, q_THE, k_UGE, v_UGE, o_THE, lse_TH, _on_host(segments), _on_gpu(key_starts, q_THE.device))
 
 
 def _on_host(table):
     """The table on the CPU; from the GPU it is read once for all layers, and again when torch has written into it."""
+    if not table.is_cuda:
+        return table
     version = None if table.is_inference() else table._version
     read = getattr(table, "read_by_host", None)
     if read is None or version is None or read[0] != version:
