@@ -27,30 +27,32 @@ from timing import Arm, measure
 from triton.runtime.errors import OutOfResources
 
 from rlk.kernels import gemm
-from rlk.kernels.gemm import AFTER, CONFIGS, Config
+from rlk.kernels.gemm import CONFIGS, Config
 
 COLD_BYTES = 300 << 20  # weights that no cache holds
 MOST_SHARED = 227 << 10
 COMPILERS = 8  # processes; each holds a context of the GPU for that time
 SHOWN = 6
-# block_n, block_k, warps, stages
-FEW_ROWS = ((16, 128, 2, 8), (16, 256, 2, 5), (16, 256, 4, 6), (32, 128, 2, 6), (32, 128, 4, 5), (32, 128, 4, 8),
-            (32, 256, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 8, 5), (128, 64, 4, 6),
-            (128, 128, 4, 4), (128, 128, 8, 4))
-MANY_ROWS = ((16, 128, 4, 5), (32, 128, 4, 4), (32, 128, 4, 6), (32, 256, 4, 3), (64, 64, 4, 6), (64, 128, 4, 4),
-             (64, 128, 4, 6), (64, 128, 8, 4), (128, 64, 4, 5), (128, 64, 8, 6), (128, 128, 4, 3), (128, 128, 8, 4))
-AHEAD = (AFTER, 0, 512, 2048)  # elements of each weight row asked for before the wait
+ROWS = (8, 16, 32, 64)  # of a tile; the smallest that holds M
+LEAST_ROWS = 16  # of a tile that is not swapped: what the matrix unit takes
+COLUMNS, DEPTHS, WARPS = (16, 32, 64, 128, 256), (64, 128, 256, 512), (1, 2, 4, 8)
+LEAST_IN_FLIGHT = 24 << 10  # bytes of a weight that one program's stages hold; less cannot hide the memory's latency
 
 
 def candidates(M: int) -> dict[str, Config]:
-    """By name, for up to 8, 16 or 64 rows."""
+    """By name: tiles that hold M rows with one to four programs' stages in the shared memory of a multiprocessor."""
     found = {}
-    blocks = ((8, True), (16, False)) if M <= 8 else ((16, True), (16, False)) if M <= 16 else ((64, True), (64, False))
-    for (block_m, swap), (n, k, warps, stages), ahead in itertools.product(
-            blocks, FEW_ROWS if M <= 16 else MANY_ROWS, AHEAD):
-        if stages * (block_m + n) * k * 2 <= MOST_SHARED:
-            name = f"{block_m}x{n}x{k} w{warps} s{stages}{' swap' if swap else ''} ahead {ahead}"
-            found[name] = Config(block_m, n, k, warps, stages, swap=swap, ahead=ahead)
+    held = next(rows for rows in ROWS if rows >= M)
+    for swap, n, k, warps in itertools.product((True, False), COLUMNS, DEPTHS, WARPS):
+        block_m = held if swap else max(held, LEAST_ROWS)
+        if not 64 <= block_m * n // warps <= 2048:  # of the tile's sums, in a warp
+            continue
+        stage = (block_m + n) * k * 2
+        for programs in (1, 2, 3, 4):
+            stages = min(MOST_SHARED // programs // stage, 8)
+            if stages >= 3 and (stages - 1) * n * k * 2 >= LEAST_IN_FLIGHT / programs * 2:
+                name = f"{block_m}x{n}x{k} w{warps} s{stages}{' swap' if swap else ''}"
+                found[name] = Config(block_m, n, k, warps, stages, swap=swap)
     return found
 
 
@@ -115,14 +117,10 @@ def main() -> None:
         torch.cuda.empty_cache()
         roles = ops_gemm.chain_roles(tp)
         weights, inputs = [draw(role.N, role.K) for role in roles], {role.K: draw(M, role.K) for role in roles}
-        early = {name: Config(**vars(config) | {"ahead": 0}) for name, (_, config) in best.items()}
-        after = {name: Config(**vars(config) | {"ahead": AFTER}) for name, (_, config) in best.items()}
         times = measure([
             Arm("cublas", ops_gemm.cublas_chain(roles, weights, inputs)),
             Arm("table", ops_gemm.chain(roles, weights, inputs)),
             Arm("best", ops_gemm.chain(roles, weights, inputs, {name: config for name, (_, config) in best.items()})),
-            Arm("best, no early start", ops_gemm.chain(roles, weights, inputs, after)),
-            Arm("best, early start, nothing ahead", ops_gemm.chain(roles, weights, inputs, early)),
         ], graph=True)
         floor = sum(w.numel() for w in weights) * 2 / ops_gemm.BANDWIDTH * 1e6
         print(f"CHAIN TP{tp} M={M}: floor {floor:.0f} us; " + ", ".join(

@@ -3,9 +3,7 @@
 Layout: x, w and y are row-major. One program makes a BLOCK_M x BLOCK_N tile; M tiles of one group of N tiles are
 neighbours in the launch order, so that a weight tile is read from memory once. Rows and columns beyond M and N read
 the last row or column again and are not written, so that loads need no mask; where K has a tail, it reads as zero.
-A configuration may swap the matrix unit's operands (w x^T, so that few rows of x fill it), and may start before the
-kernel in front has ended: until then it only moves its weights into the L2 cache, which holds no old values. No
-configuration of the dispatch does either yet: they are candidates, which bench/tune_gemm.py times.
+A configuration may swap the matrix unit's operands (w x^T, so that few rows of x fill it); no bit changes by that.
 
 Reduction order, the same in every configuration:
   gfx942  K is cut in chunks of 1024. A chunk is one FP32 accumulator from +0, K ascending by MFMA 16x16x16 (in blocks
@@ -36,7 +34,6 @@ from rlk.kernels.variants import Variant, architecture
 LEAVES = gemm_reduce.LEAVES
 GROUP_N = tl.constexpr(8)  # N tiles that share a pass over the M tiles
 UNBOUNDED = 1 << 31
-AFTER = -1  # start when the kernel in front has ended
 FINISHES = {"bf16": ("round", "bf16"), "fp32": ("round", "fp32"), "residual": ("residual", "bf16"),
             "swiglu": ("swiglu", "bf16")}  # what a program may do with a whole sum -> (EPILOGUE, dtype of y)
 
@@ -82,18 +79,10 @@ def _leaf(a, b, a_offsets, b_offsets, first, leaf_k, CHUNK: tl.constexpr, EVEN_K
     return total
 
 
-@triton.jit
-def _fetch_ahead(w, columns, K, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD elements of each row of w in L2, one request for a line of 128 bytes."""
-    line = tl.arange(0, AHEAD // 64)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
-                              [w + columns[:, None] * K + line[None, :] * 64], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit(do_not_specialize=["M"])
 def gemm(x, w, residual, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
-         EPILOGUE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr,
-         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
+         EPILOGUE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr,
+         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
     """Grid (tiles, 1), TREE leaves in each program; or, split, (tiles, leaves x chunks) with y the FP32 workspace.
 
     EPILOGUE: "round" to y's dtype, "residual" (added first) or "swiglu" (w is gate then up; y has N/2 columns).
@@ -103,11 +92,6 @@ def gemm(x, w, residual, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.const
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    if AHEAD >= 0:
-        tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            _fetch_ahead(w, tl.minimum(columns, width - 1), K, AHEAD)
-        tl.extra.cuda.gdc_wait()
     if SWAP:
         a, b = w, x
         a_offsets = tl.minimum(columns, width - 1)[:, None] * K + depth[None, :]
@@ -183,16 +167,14 @@ class Config:
     unroll: int = 1  # K blocks per turn of the loop
     hint: str | None = None  # gfx942: the compiler's schedule_hint
     swap: bool = False  # w is the matrix unit's first operand
-    ahead: int = AFTER  # sm_90: start early, with that many elements of each weight row (or none) on their way to L2
 
     def fits(self, M: int, N: int, leaf_k: int, leaves: int) -> bool:
         return (M <= self.max_m and self.min_n <= N <= self.max_n and self.min_k <= leaf_k <= self.max_k
                 and self.sums(leaf_k, leaves))
 
     def sums(self, leaf_k: int, leaves: int) -> bool:
-        """Whether the kernel is right for that depth; what it asks for ahead must lie within a row of w."""
-        return (leaves in self.leaves and (self.tail or leaf_k % self.block_k == 0)
-                and self.ahead <= leaf_k * leaves)
+        """Whether the kernel is right for that depth."""
+        return leaves in self.leaves and (self.tail or leaf_k % self.block_k == 0)
 
     def options(self, arch: str) -> dict:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
@@ -202,8 +184,6 @@ class Config:
                 options["matrix_instr_nonkdim"] = 16
             if self.hint:
                 options["schedule_hint"] = self.hint
-        elif self.ahead != AFTER:
-            options["launch_pdl"] = True
         return options
 
 
@@ -225,11 +205,19 @@ CONFIGS: dict[str, dict[str, Config]] = {
         "prefill_tail_64x64_w4": Config(64, 64, 64, 4, 2, leaves=LEAVES, tail=True),
     },
     "sm_90": {
-        "decode_16x64_w4": Config(16, 64, 128, 4, 4, max_m=16, min_n=8192),
-        "decode_16x32_w4": Config(16, 32, 128, 4, 5, max_m=16, max_n=4096),
-        "decode_16x32_w2": Config(16, 32, 128, 2, 6, max_m=16),
-        "decode_64x64_w4": Config(64, 64, 128, 4, 4, max_m=DECODE, min_n=8192),
-        "decode_64x32_w4": Config(64, 32, 128, 4, 4, max_m=DECODE),
+        # Decode reads the weight once. Few rows: w comes first, so that they fill the matrix unit's narrow side. Few
+        # columns: one program for each multiprocessor, deep in K; many: two or three, each with fewer stages.
+        "decode_8x32_w2": Config(8, 32, 256, 2, 5, max_m=8, max_n=5120, swap=True),
+        "decode_8x64_w2_s6": Config(8, 64, 128, 2, 6, max_m=8, max_n=8191, swap=True),
+        "decode_8x64_w2_s4": Config(8, 64, 128, 2, 4, max_m=8, swap=True),
+        "decode_16x16_w2": Config(16, 16, 256, 2, 4, max_m=16, max_n=8191, swap=True),
+        "decode_16x64_w4": Config(16, 64, 128, 4, 3, max_m=16, swap=True),
+        "decode_32x64_w4_s8": Config(32, 64, 128, 4, 8, max_m=32, max_n=8191, swap=True),
+        "decode_32x64_w4_s3": Config(32, 64, 128, 4, 3, max_m=32, swap=True),
+        "decode_64x32_w4": Config(64, 32, 128, 4, 8, max_m=DECODE, max_n=5120),
+        "decode_64x64_w4_s8": Config(64, 64, 64, 4, 8, max_m=DECODE, max_n=8191, swap=True),
+        "decode_64x64_w4_s4": Config(64, 64, 64, 4, 4, max_m=DECODE, min_n=16384, max_n=65535, swap=True),
+        "decode_64x128_w4": Config(64, 128, 128, 4, 4, max_m=DECODE, swap=True),
         "decode_leaves_16x32_w4": Config(16, 32, 128, 4, 5, max_m=DECODE, leaves=LEAVES[1:], split=True),
         "decode_tail_16x32_w4": Config(16, 32, 64, 4, 3, max_m=DECODE, leaves=LEAVES, split=True, tail=True),
         "prefill_64x64_w4": Config(64, 64, 64, 4, 4, max_m=512),
@@ -260,19 +248,20 @@ def grid(config: Config, arch: str, M: int, N: int, K: int, leaves: int = 1) -> 
 def constants(config: Config, arch: str, tree: int, epilogue: str = "round") -> dict:
     """The constexpr arguments; `tree`: the leaves that one program adds up."""
     return dict(TREE=tree, SPLIT=config.split, CHUNK=GEMM_CHUNK[arch], EPILOGUE=epilogue, EVEN_K=not config.tail,
-                SWAP=config.swap, AHEAD=config.ahead, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+                SWAP=config.swap, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
                 BLOCK_K=config.block_k, UNROLL=config.unroll)
 
 
 def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, leaves: int = 1, out_dtype: torch.dtype = torch.bfloat16,
            residual_MN: torch.Tensor | None = None, swiglu: bool = False,
-           config: str | Config | None = None) -> torch.Tensor:
+           config: str | Config | None = None, out_MN: torch.Tensor | None = None) -> torch.Tensor:
     """x w^T on the GPU, [M, N].
 
     x BF16 [M, K], w BF16 [N, K]; N and each leaf of K multiples of 16. `leaves` 1, 2, 4 or 8. out_dtype BF16 or FP32.
     residual BF16 [M, N]: the FP32 sum is added to it before the one rounding. swiglu: w holds gate then up rows; the
     result is silu(gate) * up [M, N/2], with the bits of the SwiGLU kernel behind the plain product. `config` (an entry
-    of CONFIGS, or a candidate to be timed) instead of the one that fits. Raises ValueError for anything else.
+    of CONFIGS, or a candidate to be timed) instead of the one that fits. out: contiguous, of out_dtype, takes the
+    result (a communicator's staging area, which peers read without a copy). Raises ValueError for anything else.
     """
     arch = architecture()
     M, N, K, x_MK = _checked(x_MK, w_NK, leaves, out_dtype, residual_MN, swiglu)
@@ -286,10 +275,18 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, leaves: int = 1, out_dtype: t
     plain = not swiglu and residual_MN is None
     direct = not config.split and (leaves == 1 or (plain and out_dtype == torch.float32))  # without a workspace
     width = N // 2 if swiglu else N
-    y = x_MK.new_empty((M, width) if direct else (count, M, N), dtype=out_dtype if direct else torch.float32)
+    if out_MN is not None:
+        check_tensor("linear", "out", out_MN, out_dtype, (M, width))
+        if not out_MN.is_contiguous():
+            raise ValueError(f"linear got out with strides {out_MN.stride()}, expected contiguous rows of {width}")
+    whole = direct or (count == 1 and plain and out_dtype == torch.float32)  # what the kernel writes is the result
+    if whole and out_MN is not None:
+        y = out_MN
+    else:
+        y = x_MK.new_empty((M, width) if whole else (count, M, N), dtype=out_dtype if direct else torch.float32)
     if M == 0:
         return y.new_empty((0, width), dtype=out_dtype)
-    check_tensor("linear", "room for the result" if direct else "a workspace", y, y.dtype)
+    check_tensor("linear", "room for the result" if whole else "a workspace", y, out_dtype if whole else torch.float32)
     epilogue = "round" if plain or not direct else "swiglu" if swiglu else "residual"
     if epilogue == "residual":  # else the reduction checks it
         residual_MN = residual_MN.contiguous()
@@ -297,11 +294,7 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, leaves: int = 1, out_dtype: t
     gemm[grid(config, arch, M, width if direct else N, K, leaves)](
         x_MK, w_NK, residual_MN if epilogue == "residual" else x_MK, y, M, N, K, K // leaves,
         **constants(config, arch, 1 if config.split else leaves, epilogue), **config.options(arch))
-    if direct:
-        return y
-    if count == 1 and plain and out_dtype == torch.float32:
-        return y[0]
-    return gemm_reduce.reduce(y, partial_counts, out_dtype, residual_MN, swiglu)
+    return y if whole else gemm_reduce.reduce(y, partial_counts, out_dtype, residual_MN, swiglu, out_MN)
 
 
 def _checked(x_MK, w_NK, leaves, out_dtype, residual_MN, swiglu):

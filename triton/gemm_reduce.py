@@ -89,15 +89,18 @@ def grid(config: dict, M: int, width: int) -> tuple[int, int]:
 
 
 def reduce(workspace: torch.Tensor, parts: tuple[int, int], out_dtype: torch.dtype, residual_MN: torch.Tensor | None,
-           swiglu: bool) -> torch.Tensor:
-    """The finished product [M, N] (swiglu: [M, N/2]) from FP32 [leaves x chunks, M, N]; parts is (leaves, chunks)."""
+           swiglu: bool, out_MN: torch.Tensor | None = None) -> torch.Tensor:
+    """The finished product [M, N] (swiglu: [M, N/2]) from FP32 [leaves x chunks, M, N]; parts is (leaves, chunks).
+
+    It goes into `out`, where that is given.
+    """
     leaves, chunks = parts
     _, M, N = workspace.shape
     width = N // 2 if swiglu else N
     if residual_MN is not None:
         residual_MN = residual_MN.contiguous()
         check_tensor("linear", "the residual", residual_MN, torch.bfloat16, (M, N))
-    y = workspace.new_empty((M, width), dtype=out_dtype)
+    y = workspace.new_empty((M, width), dtype=out_dtype) if out_MN is None else out_MN
     config = choose(architecture())
     epilogue = "swiglu" if swiglu else "residual" if residual_MN is not None else "round"
     gemm_reduce[grid(config, M, width)](

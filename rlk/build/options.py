@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 # The contract wants these in every kernel, also where this compiler finds nothing to fuse.
 REQUIRED = {"enable_fp_fusion": False}
-# Options of the launch, with what the code must then hold: a kernel that starts early has to wait for the one in front.
-LAUNCH = {"launch_pdl": "griddepcontrol.wait"}
 
 
 def variants_without(variant: Variant, arch: str) -> dict[str, Variant]:
@@ -25,7 +23,7 @@ def variants_without(variant: Variant, arch: str) -> dict[str, Variant]:
         name: dataclasses.replace(variant, name=f"{variant.name}.without-{name}",
                                   options={key: other for key, other in variant.options.items() if key != name})
         for name, value in variant.options.items()
-        if name in defaults and name not in REQUIRED and name not in LAUNCH and value != defaults[name]
+        if name in defaults and name not in REQUIRED and value != defaults[name]
     }
 
 
@@ -55,9 +53,6 @@ def check_options(variants: Iterable[Variant], arch: str) -> list[Failure]:
         for name, value in REQUIRED.items():
             if variant.options.get(name) != value:
                 fail(f"option {name}", variant.options.get(name, "the default"), value)
-        for name, instruction in LAUNCH.items():
-            if variant.options.get(name) and instruction not in compiled.asm:
-                fail(f"option {name}", f"no {instruction}", f"{instruction} in the code")
         for name, without in variants_without(variant, arch).items():
             if compiles_alike(without, compiled.asm, arch):
                 fail(f"option {name}", f"the same machine code with {variant.options[name]!r} and without it",

@@ -109,7 +109,7 @@ def test_linear_gives_the_product_in_both_dtypes_and_with_each_epilogue(launched
 @recorded
 def test_every_variant_of_the_gemm_is_launched_by_some_product_and_no_other(launched, request):
     arch, _ = request.node.callspec.params["launched"]
-    shapes = {(M, N, K * leaves, leaves) for M in (1, 17, 65, 600) for N in (32, 1536, 6144, 24576)
+    shapes = {(M, N, K * leaves, leaves) for M in (1, 9, 17, 33, 65, 600) for N in (32, 1536, 6144, 10240, 24576)
               for leaves in gemm.LEAVES for K in (48, 1024, 4096)}
     for M, N, K, leaves in shapes:
         x, w = torch.empty(M, K, dtype=torch.bfloat16), torch.empty(N, K, dtype=torch.bfloat16)

@@ -20,6 +20,7 @@ from rlk.collectives.fused import all_reduce_add_rms_norm
 from rlk.collectives.process_group import ProcessGroupCommunicator
 from rlk.collectives.routes import Limits
 from rlk.errors import CheckFailed
+from rlk.kernels import gemm
 from rlk.ops import gpu_library
 from rlk.ops.norm import add_rms_norm
 from tests import ipc_cases
@@ -130,6 +131,23 @@ def _fused(comm, limits):
 @pytest.mark.parametrize("limits", [PUSHED, ONE_SHOT], ids=["pushed", "one-shot"])
 def test_the_fused_norm_has_the_bits_of_the_two_calls(world, limits):
     run(world, _fused, limits)
+
+
+def _products_in_staging(comm):
+    common, slot = torch.Generator().manual_seed(2), 0
+    for M, N, leaves in ((1, 4096, 1), (8, 1024, 2), (33, 2560, 4)):  # one program sums all, or a reduction does
+        x = torch.randn(M, 1024, generator=common).bfloat16().to(comm.device)
+        w = torch.randn(N, 1024, generator=common).bfloat16().to(comm.device) * (comm.rank + 1)
+        expected = comm.all_reduce(gemm.linear(x, w, leaves, torch.float32))
+        staged = gemm.linear(x, w, leaves, torch.float32, out_MN=comm.staging((M, N), torch.float32, slot))
+        summed = comm.all_reduce_staged(staged)
+        comm.check()
+        assert same_bytes(summed.cpu(), expected.cpu()), (M, N, leaves)
+        slot = 1 - slot
+
+
+def test_a_product_goes_straight_into_the_staging_area(world):
+    run(world, _products_in_staging)
 
 
 CALLS_IN_A_GRAPH, REPLAYS = 100, 200

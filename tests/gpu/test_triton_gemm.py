@@ -6,6 +6,7 @@ import torch
 from rlk.kernels import gemm, norm, swiglu
 from rlk.kernels.gemm import CONFIGS
 from rlk.kernels.variants import architecture
+from tests.gpu.operator_checks import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
@@ -16,11 +17,6 @@ CASES = [(arch, name) for arch, table in CONFIGS.items() for name in table]
 def draw(seed, *shape):
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
-
-
-def same(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8),
-                                                                     b.contiguous().view(torch.uint8))
 
 
 def poison():
@@ -101,17 +97,30 @@ def test_every_configuration_fuses_the_same_bits(arch, name):
         poison()
         assert same(gemm.linear(x, w, residual_MN=residual, config=name), norm.residual_add(fp32(x, w), residual))
         assert same(gemm.linear(x, w, swiglu=True, config=name), swiglu.swiglu(gemm.linear(x, w)))
+        assert same(gemm.linear(x, w, config=name), fp32(x, w).to(torch.bfloat16))
 
 
-CANDIDATES = [gemm.Config(16, 32, 128, 4, 4, ahead=0), gemm.Config(16, 64, 128, 4, 4, ahead=1024),
-              gemm.Config(8, 32, 128, 4, 4, swap=True), gemm.Config(8, 64, 128, 4, 4, swap=True, ahead=512),
-              gemm.Config(64, 64, 64, 4, 4, swap=True), gemm.Config(64, 128, 64, 8, 4, ahead=512)]
+@pytest.mark.parametrize("M", [17, 70])
+@pytest.mark.parametrize("leaves", [1, 2, 4, 8])
+def test_every_reduction_finishes_with_the_bits_of_the_sum(leaves, M):
+    """At a depth with a tail: one sum of each leaf goes through the reduction, whatever the rows."""
+    depth = 272 * leaves
+    x, w, residual = draw(12, M, depth), draw(13, 1056, depth), draw(14, M, 1056)
+    total = fp32(x, w, leaves)
+    poison()
+    assert same(gemm.linear(x, w, leaves), total.to(torch.bfloat16))
+    assert same(gemm.linear(x, w, leaves, residual_MN=residual), norm.residual_add(total, residual))
+    if leaves == 1:
+        assert same(gemm.linear(x, w, swiglu=True), swiglu.swiglu(total.to(torch.bfloat16)))
 
 
-@pytest.mark.parametrize("config", CANDIDATES, ids=lambda config: (
-    f"{config.block_m}x{config.block_n}{'_swap' if config.swap else ''}_ahead{config.ahead}"))
-def test_swapped_operands_and_an_early_start_change_no_bit(config):
-    """In a graph of products that feed each other: each starts while the one in front still runs."""
+CANDIDATES = [gemm.Config(8, 32, 128, 4, 4, swap=True), gemm.Config(8, 64, 128, 4, 4, swap=True),
+              gemm.Config(64, 64, 64, 4, 4, swap=True)]
+
+
+@pytest.mark.parametrize("config", CANDIDATES, ids=lambda config: f"{config.block_m}x{config.block_n}_swap")
+def test_swapped_operands_change_no_bit(config):
+    """In a graph of products that feed each other."""
     of_this_gpu("sm_90")
     D, layers = 2048, [draw(20 + i, 2048, 2048) * 2.0**-5 for i in range(6)]
     x = draw(19, 64, D)
