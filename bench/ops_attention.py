@@ -208,4 +208,4 @@ def training_figures() -> dict[str, float]:
 
 def figures() -> dict[str, float]:
     """Microseconds, and our time over the peer's and over the floor; decode_attention_over_fa3 is the worst context."""
-    return decode_figures() | training_figures()
+    return training_figures() | decode_figures()  # in this order: vLLM turns some of torch's attention kernels off

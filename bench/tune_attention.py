@@ -53,20 +53,18 @@ CHUNKS = (256, 512, 1024, 2048)
 
 @contextlib.contextmanager
 def table(kernel: str, values: dict) -> Iterator[None]:
-    """The table with these constants and options in the place of `kernel`'s, for the time of the block."""
-    for module in (attention, attention_backward):
-        configs = module.CONFIGS["sm_90"]
-        for name, old in configs.items():
-            if old.kernel == kernel:
-                constants = {key: values.get(key, value) for key, value in old.constants.items()}
-                options = old.options | {key: value for key, value in values.items() if key not in constants}
-                configs[name] = Config(kernel, constants, options)
-                try:
-                    yield
-                finally:
-                    configs[name] = old
-                return
-    raise ValueError(f"no configuration of {kernel}")
+    """The table with these constants and options in every configuration of `kernel`, for the time of the block."""
+    replaced = [(module.CONFIGS["sm_90"], name, old) for module in (attention, attention_backward)
+                for name, old in module.CONFIGS["sm_90"].items() if old.kernel == kernel]
+    for configs, name, old in replaced:
+        constants = {key: values.get(key, value) for key, value in old.constants.items()}
+        options = old.options | {key: value for key, value in values.items() if key not in constants}
+        configs[name] = Config(kernel, constants, options, old.most_programs)
+    try:
+        yield
+    finally:
+        for configs, name, old in replaced:
+            configs[name] = old
 
 
 @contextlib.contextmanager

@@ -24,11 +24,12 @@ import triton.language as tl
 
 from rlk.contract import ATTENTION_BLOCK, ATTENTION_CHUNK
 from rlk.kernels.attention_plan import Plan, Tiles, decode_keys, decode_plan, plan
-from rlk.kernels.attention_rule import attend_keys, empty_state, finish, join
+from rlk.kernels.attention_rule import attend_chunks, attend_keys, empty_state, finish, join, place_of
 from rlk.kernels.operands import check_multiple, check_tensor, state_range
 from rlk.kernels.variants import Variant, architecture
 
 HEAD_DIMS = (64, 128)
+UNBOUNDED = 1 << 31
 MOST_PAGED = 1 << 30  # positions x page size, for the kernel's division by the page size
 
 
@@ -59,7 +60,10 @@ def load_queries(q, row, head, q_stride, E: tl.constexpr):
 def attention_prefill(q, k, v, o, lse, tiles, table, scale, group, q_stride, key_stride, table_stride, page_stride,
                       page_size, page_magic, PAGED: tl.constexpr, LSE: tl.constexpr, WHOLE: tl.constexpr,
                       E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Grid (tiles, G). o [T, H, E] in its dtype; with LSE also lse [T, H]. WHOLE: whole blocks get their own loop."""
+    """Grid (tiles, G). o [T, H, E] in its dtype; with LSE also lse [T, H].
+
+    WHOLE: whole chunks and whole blocks get loops of their own.
+    """
     row_start, row_count, position_start, source = load_tile(tiles)
     kv_head = tl.program_id(1)
     row, head, live = tile_rows(row_count, group, BLOCK_M, False)
@@ -67,17 +71,20 @@ def attention_prefill(q, k, v, o, lse, tiles, table, scale, group, q_stride, key
     row = row_start + row
     head = kv_head * group + head
     q_tile = load_queries(q, row, head, q_stride, E)
-    keys = (k, v, table, source, key_stride, table_stride, page_stride, page_size, page_magic)
+    keys = (k, v, table, place_of(source, table, PAGED), key_stride, table_stride, page_stride, page_size, page_magic)
     end = position_start + row_count
     total = empty_state(BLOCK_M, E)
     chunk = empty_state(BLOCK_M, E)
     masked_from = 0
     if WHOLE:
         masked_from = (position_start + 1) // BLOCK_N * BLOCK_N
-        total, chunk = attend_keys(total, chunk, q_tile, keys, scale, position_m, 0, masked_from, end, kv_head, False,
-                                   True, PAGED, E, BLOCK_M, BLOCK_N, CHUNK)
+        chunks = masked_from // CHUNK
+        total = attend_chunks(total, q_tile, keys, scale, position_m, chunks, kv_head, PAGED, E, BLOCK_M, BLOCK_N,
+                              CHUNK)
+        _, chunk = attend_keys(total, chunk, q_tile, keys, scale, position_m, chunks * CHUNK, masked_from, end, kv_head,
+                               False, False, PAGED, E, BLOCK_M, BLOCK_N, CHUNK)
     total, chunk = attend_keys(total, chunk, q_tile, keys, scale, position_m, masked_from, end, end, kv_head, True,
-                               True, PAGED, E, BLOCK_M, BLOCK_N, CHUNK)
+                               not WHOLE, PAGED, E, BLOCK_M, BLOCK_N, CHUNK)
     output, log_sum = finish(join(total, chunk))
     at = row.to(tl.int64) * (group * tl.num_programs(1)) + head
     e = tl.arange(0, E)
@@ -106,7 +113,7 @@ def attention_split(q, k, v, states_m, states_d, states_acc, tiles, table, scale
     else:
         place = tile * (BLOCK_M // group) + row
     q_tile = load_queries(q, row_start + row, head, q_stride, E)
-    keys = (k, v, table, source, key_stride, table_stride, page_stride, page_size, page_magic)
+    keys = (k, v, table, place_of(source, table, PAGED), key_stride, table_stride, page_stride, page_size, page_magic)
     chunk = empty_state(BLOCK_M, E)
     _, chunk = attend_keys(chunk, chunk, q_tile, keys, scale, position_start + row, begin,
                            tl.minimum(end, begin + CHUNK), end, kv_head, True, False, PAGED, E, BLOCK_M, BLOCK_N,
@@ -162,6 +169,7 @@ class Config:
     kernel: str
     constants: dict[str, Any]
     options: dict[str, Any]
+    most_programs: int = UNBOUNDED  # of a launch; the first entry that serves as many is taken
 
 
 CONFIGS: dict[str, dict[str, Config]] = {
@@ -177,7 +185,9 @@ CONFIGS: dict[str, dict[str, Config]] = {
     "sm_90": {
         "prefill_128_w8": Config("attention_prefill", {"BLOCK_M": 128, "WHOLE": True},
                                  {"num_warps": 8, "num_stages": 3}),
-        "split_16_w4": Config("attention_split", {"BLOCK_M": 16}, {"num_warps": 4, "num_stages": 3}),
+        # A program that has a multiprocessor to itself must keep enough loads under way alone.
+        "split_16_w4": Config("attention_split", {"BLOCK_M": 16}, {"num_warps": 4, "num_stages": 5}, most_programs=132),
+        "split_16_w2": Config("attention_split", {"BLOCK_M": 16}, {"num_warps": 2, "num_stages": 3}),
         "merge_w1": Config("attention_merge", {"UNROLL": 4}, {"num_warps": 1}),
     },
 }
@@ -185,9 +195,13 @@ FUNCTIONS = {"attention_prefill": attention_prefill, "attention_split": attentio
              "attention_merge": attention_merge}
 
 
-def choose(arch: str, kernel: str) -> Config:
-    """The configuration of "attention_prefill", "attention_split" or "attention_merge": one serves all shapes."""
-    return next(config for config in CONFIGS[arch].values() if config.kernel == kernel)
+def choose(arch: str, kernel: str, programs: int = UNBOUNDED) -> Config:
+    """The configuration of "attention_prefill", "attention_split" or "attention_merge" for that many programs.
+
+    All configurations of a kernel have the same BLOCK_M.
+    """
+    return next(config for config in CONFIGS[arch].values()
+                if config.kernel == kernel and programs <= config.most_programs)
 
 
 def constants(config: Config, E: int, **own: bool) -> dict[str, Any]:
@@ -295,7 +309,8 @@ def _attend(op, q_THE, k, v, tiling, table, key_layout, paged):
 
 def _attend_split(q_THE, k, v, o_THE, lse_TH, tiles: Tiles, shared, paged):
     (_, H, E), G = q_THE.shape, k.shape[-2]
-    split, merge = (choose(architecture(), kernel) for kernel in ("attention_split", "attention_merge"))
+    programs = len(tiles.table) * G * tiles.chunks
+    split, merge = choose(architecture(), "attention_split", programs), choose(architecture(), "attention_merge")
     if H // G > split.constants["BLOCK_M"]:
         raise ValueError(f"a decode plan got {H // G} query heads per kv head, expected at most "
                          f"{split.constants['BLOCK_M']}; give the segments on the CPU")

@@ -68,16 +68,25 @@ def attend_block(state, q, k, v, scale, visible, MASKED: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def key_offsets(position, keys, PAGED: tl.constexpr):
-    """Where the keys at `position` lie in k and in v, in elements."""
-    k, v, table, source, key_stride, table_stride, page_stride, page_size, magic = keys
+def place_of(source, table, PAGED: tl.constexpr):
+    """What `keys` holds for a source: its row of the block table, or the first of its key rows.
+
+    That row is read here, and not before each block: a load that waits for another cannot be asked for early.
+    """
     if PAGED:
-        # position // page_size by one multiplication: (2 p + 1) ceil(2^31 / S) / 2^32, exact while p S < 2^30.
-        page_index = tl.umulhi((2 * position + 1).to(tl.uint32), magic.to(tl.uint32)).to(tl.int32)
-        slot = position - page_index * page_size
-        page = tl.load(table + source.to(tl.int64) * table_stride + page_index)
-        return page.to(tl.int64) * page_stride + slot.to(tl.int64) * key_stride
-    return (tl.load(table + source) + position).to(tl.int64) * key_stride
+        return source
+    return tl.load(table + source)
+
+
+@triton.jit
+def page_offsets(position, keys):
+    """Where the keys at `position` lie in the pages of k and of v, in elements."""
+    _, _, table, place, key_stride, table_stride, page_stride, page_size, magic = keys
+    # position // page_size by one multiplication: (2 p + 1) ceil(2^31 / S) / 2^32, exact while p S < 2^30.
+    page_index = tl.umulhi((2 * position + 1).to(tl.uint32), magic.to(tl.uint32)).to(tl.int32)
+    slot = position - page_index * page_size
+    page = tl.load(table + place.to(tl.int64) * table_stride + page_index)
+    return page.to(tl.int64) * page_stride + slot.to(tl.int64) * key_stride
 
 
 @triton.jit
@@ -91,7 +100,7 @@ def attend_keys(total, chunk, q, keys, scale, position_m, begin, stop, end, kv_h
     """
     e = tl.arange(0, E)
     n = tl.arange(0, BLOCK_N)
-    k, v = keys[0], keys[1]
+    k, v, place, key_stride = keys[0], keys[1], keys[3], keys[4]
     for start in range(begin, stop, BLOCK_N):
         if JOIN:
             if (start % CHUNK == 0) & (start > 0):
@@ -101,8 +110,27 @@ def attend_keys(total, chunk, q, keys, scale, position_m, begin, stop, end, kv_h
         visible = position[None, :] <= position_m[:, None]
         if MASKED:  # what no row sees is never read: the last key stands in for it, and meets a weight of zero
             position = tl.minimum(position, end - 1)
-        offset = key_offsets(position, keys, PAGED) + kv_head * E
+        if PAGED:
+            offset = page_offsets(position, keys) + kv_head * E
+        else:
+            offset = (place + position).to(tl.int64) * key_stride + kv_head * E
         k_block = tl.load(k + offset[None, :] + e[:, None])
         v_block = tl.load(v + offset[:, None] + e[None, :])
         chunk = attend_block(chunk, q, k_block, v_block, scale, visible, MASKED, BLOCK_N)
     return total, chunk
+
+
+@triton.jit
+def attend_chunks(total, q, keys, scale, position_m, count, kv_head, PAGED: tl.constexpr, E: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+    """`total` after the first `count` chunks, of which every row must see every key.
+
+    A loop over chunks around one over blocks, where attend_keys has a branch: the branch would end the overlap of one
+    block's products with the next block's at every block, the loops only at every chunk.
+    """
+    for number in range(count):
+        begin = number * CHUNK
+        _, chunk = attend_keys(total, empty_state(BLOCK_M, E), q, keys, scale, position_m, begin, begin + CHUNK,
+                               begin + CHUNK, kv_head, False, False, PAGED, E, BLOCK_M, BLOCK_N, CHUNK)
+        total = join(total, chunk)
+    return total

@@ -4,6 +4,8 @@ Shape legend: T query rows (packed), U key rows (packed), H query heads (local),
 dim, P pages, S slots of a page, B rows of the block table; in the reference also N segments, Q and K their padded
 query and key counts. H is a multiple of G: query head h reads key/value head h // (H / G).
 
+Segments and key starts may lie on the host when the rest is on a GPU.
+
 A segment is one int32 row (row_start, row_count, position_start, source): `row_count` consecutive query rows of one
 sequence, the first at absolute position `position_start`. Its query row i sees the keys at positions
 0 .. position_start + i of `source`. Segments with the same source are adjacent. Query rows outside every segment give
@@ -79,7 +81,7 @@ class _AttentionVarlen(torch.autograd.Function):
 @registry.register("attention_varlen", "reference", contract=False, devices=EVERYWHERE)
 def attention_varlen_reference(q_THE, k_UGE, v_UGE, segments, key_starts, need_lse=False):
     """Returns (o_THE, None). Padded to a batch for F.scaled_dot_product_attention, which autograd differentiates."""
-    key_starts = key_starts.to(segments.device, torch.int64)
+    key_starts = key_starts.to(q_THE.device, torch.int64)
 
     def gather(x_UGE, sources_N, position_NK):
         return _rows(x_UGE, key_starts[sources_N, None] + position_NK)
@@ -103,7 +105,7 @@ def _attend_segments(q_THE, k, v, segments, gather):
 
     Decodes (one row) and longer segments make a batch each, so that a prefill chunk does not pad the decodes.
     """
-    segments = segments.to(torch.int64)
+    segments = segments.to(q_THE.device, torch.int64)
     outputs, produced = [], 0
     place_T = torch.full((len(q_THE),), -1, device=segments.device)  # where each row's output is, in `outputs`
     decodes = segments[:, 1] == 1

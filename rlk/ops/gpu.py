@@ -185,7 +185,7 @@ def sum_squares(x):
 
 
 # ---- attention: triton/attention.py, attention_backward.py. Tiles are cut on the host, where the segments must be; but
-# those of a decode step are the tiles, and stay on the GPU ----
+# those of a decode step are the tiles, and are uploaded as they are ----
 
 
 @_backend("attention_varlen", "triton", BF16)
@@ -203,10 +203,10 @@ def attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table):
             raise ValueError(f"attention_paged got {len(segments)} segments for {len(q_THE)} query rows while a graph "
                              "is captured, expected one for each row, in order; capture decode steps alone, or give "
                              "the segments on the CPU")
-    elif segments.is_cuda:
+    else:
         table = _on_host(segments)
         most_keys = kernels.longest_decode(table, q_THE, k_cache_PSGE, block_table)
-        segments = segments.contiguous() if most_keys else table
+        segments = _on_gpu(segments, q_THE.device).contiguous() if most_keys else table
     return kernels.attention_paged(q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table, most_keys)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlk.kernels import attention
+from rlk.kernels import attention, attention_plan
 from rlk.kernels.attention_plan import REMEMBERED, decode_plan, of_content, upload
 from rlk.ops import gpu
 from rlk.ops.attention import attention_varlen_reference
@@ -200,6 +200,19 @@ def test_segments_on_the_gpu_are_read_once_for_all_layers_and_again_when_they_ha
     segments[1, 2] = 64
     with pytest.raises(ValueError, match="check the segment table"):
         gpu.attention_paged(q[[1, 41]], *caches, segments, block_table)
+
+
+def test_segments_on_the_cpu_that_are_a_decode_step_are_uploaded_and_are_its_tiles(cuda, monkeypatch):
+    q, k, v = fused(43)
+    whole, _ = attention.attention_varlen(q, k, v, table([(0, 3, 0, 0), (3, 40, 0, 1)]), table([0, 3]))
+    *caches, block_table = paged(k, v, [3, 40])
+    bounds = []
+    monkeypatch.setattr(attention_plan, "upload", lambda table, device: table.as_subclass(torch.Tensor))
+    monkeypatch.setattr(attention, "decode_plan", lambda *args: bounds.append(args[1]) or decode_plan(*args))
+    for rows, segments in (([2, 36], [(0, 1, 2, 0), (1, 1, 33, 1)]), ([0, 3, 4], [(0, 1, 0, 0), (1, 2, 0, 1)])):
+        on_host = table(segments).as_subclass(OnHost)
+        assert same(gpu.attention_paged(q[rows], *caches, on_host, block_table), whole[rows])
+    assert bounds == [34] and not cuda.reads  # the second is none
 
 
 @pytest.mark.parametrize("rows, segments", [

@@ -1,6 +1,7 @@
 """The Triton attention on this GPU: right values, and one set of bits for a row in every schedule, layout and batch."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -8,18 +9,15 @@ import torch
 from rlk.kernels import attention
 from rlk.kernels.attention_plan import decode_plan
 from rlk.kernels.variants import architecture
+from rlk.ops import attention as ops
 from rlk.ops.attention import attention_varlen_reference
+from tests.gpu.operator_checks import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
 ROUNDING = 2.0**-8  # largest relative error of one rounding to BF16
 SHAPES = [(4, 2, 64), (8, 2, 128), (5, 1, 128), (2, 2, 64), (16, 1, 128), (32, 1, 64)]  # H, G, E
 LENGTHS = [1, 37, 700, 64, 1300]
-
-
-def same(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8),
-                                                                     b.contiguous().view(torch.uint8))
 
 
 def poison():
@@ -145,6 +143,52 @@ def test_a_captured_decode_step_gives_the_bits_of_the_pack_at_every_position(sha
             assert same(out[lane], expected) and same(eager[lane], expected)
 
 
+@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 2, 64)], ids=str)
+def test_the_captured_operator_follows_changing_lengths_tables_and_pages(shape):
+    """As the engine's decode step calls it: a lane's sequence grows, ends, and comes back in other pages."""
+    sequences = Sequences([1400, 1, 700, 530], shape)
+    whole, _ = sequences.varlen()
+    held = [torch.zeros((4, *whole.shape[1:]), dtype=whole.dtype, device="cuda"), *sequences.pages(16),
+            table([(0, 1, 0, 0), *[(0, 0, 0, 0)] * 3]).cuda()]
+
+    def step():
+        q, k_cache, v_cache, block_table, segments = held
+        return ops.attention_paged(q, k_cache, v_cache, segments, block_table)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for turn, positions in enumerate([(0, 0, 0, 0), (63, None, 64, 529), (511, 0, 512, None), (1399, None, 699, 513)]):
+        live = [(0, 0, 0, 0) if at is None else (lane, 1, at, lane) for lane, at in enumerate(positions)]
+        rows = [start + (at or 0) for start, at in zip(sequences.starts, positions, strict=True)]
+        for ours, theirs in zip(held, (sequences.q[rows], *sequences.pages(16, turn), table(live)), strict=True):
+            ours.copy_(theirs)
+        out.fill_(float("nan"))
+        graph.replay()
+        eager = step()
+        for lane, at in enumerate(positions):
+            expected = torch.zeros_like(out[lane]) if at is None else whole[rows[lane]]
+            assert same(out[lane], expected) and same(eager[lane], expected), (turn, lane)
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 2, 64)], ids=str)
+def test_rows_beyond_the_segments_are_not_read_and_give_zeros(shape):
+    """Packed rows that pad a batch, and keys that no query sees, may hold anything."""
+    sequences = Sequences([5, 700, 64], shape)
+    whole, whole_lse = sequences.varlen()
+    within = torch.cat([torch.arange(5), torch.arange(15, 715), torch.arange(725, 789)]).cuda()
+    q, k, v = (x.new_full((800, *x.shape[1:]), float("nan")) for x in (sequences.q, sequences.k, sequences.v))
+    for padded, x in ((q, sequences.q), (k, sequences.k), (v, sequences.v)):
+        padded[within] = x
+    segments = table([(0, 5, 0, 0), (5, 0, 0, 0), (15, 700, 0, 1), (725, 64, 0, 2)])
+    poison()
+    o, lse = attention.attention_varlen(q, k, v, segments, table([0, 15, 725]).cuda())
+    assert same(o[within], whole) and same(lse[within], whole_lse)
+    outside = torch.ones(800, dtype=torch.bool, device="cuda").index_fill(0, within, False)
+    assert not o[outside].any() and not lse[outside].any()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_packs_give_the_bits_of_their_parts(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -215,11 +259,12 @@ def test_every_launch_is_one_of_the_variants_that_are_built(monkeypatch):
 
     for name, function in attention.FUNCTIONS.items():
         monkeypatch.setattr(attention, name, Recorder(function))
-    for shape in ((8, 2, 128), (4, 2, 64)):
-        sequences = Sequences([3, 700], shape)
+    for shape, lengths in itertools.product(((8, 2, 128), (4, 2, 64)), ([3, 700], [3] * 150)):
+        sequences = Sequences(lengths, shape)
         sequences.varlen()
         sequences.paged(16, (0.99,))
         *caches, block_table = sequences.pages(16)
-        attention.attention_paged(sequences.q[:1].contiguous(), *caches, table([(0, 1, 0, 0)]).cuda(), block_table)
+        rows = table([(i, 1, 0, i) for i in range(len(lengths))]).cuda()
+        attention.attention_paged(sequences.q[:len(lengths)].contiguous(), *caches, rows, block_table)
     assert all(launch in known for launch in launched)
     assert all(any(launch == variant for launch in launched) for variant in known)

@@ -95,6 +95,20 @@ def test_local_queries_against_gathered_keys_agree_with_float64_and_leave_unseen
     assert not any(x[850:900].any() or x[1070:].any() for x in (dk, dv))
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_what_lies_beyond_the_segments_changes_no_gradient(shape):
+    """NaN in query rows that no segment has and in keys that no query sees; a segment without rows."""
+    case = Case([900, 300], shape, [(3, 200, 150, 0), (203, 0, 0, 0), (203, 250, 600, 0), (460, 70, 100, 1)])
+    bits = case.backward()
+    for rows in (slice(0, 3), slice(453, 460)):
+        case.q[rows] = case.do[rows] = float("nan")
+    for keys in (slice(850, 900), slice(1070, 1200)):
+        case.k[keys] = case.v[keys] = float("nan")
+    case.run_forward()
+    for name, a, b in zip(GRADIENTS, case.backward(), bits, strict=True):
+        assert same(a, b), name
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sequence_has_the_same_gradients_alone_as_in_a_pack(shape):
     together = Case([5, 1300, 64], shape)
