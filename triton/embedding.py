@@ -1,7 +1,7 @@
 """Token embedding with vocabulary-parallel rows, and its gradient.
 
-Layout: the table w[V, D] BF16 and its gradient [V, D] FP32, row-major, of any size; tokens int64. One program makes
-BLOCK neighbouring columns of one row.
+Layout: the table w[V, D] BF16 and its gradient [V, D] FP32, row-major, of any size; tokens int64. A program makes
+BLOCK neighbouring columns: of ROWS tokens forward, of one row of the gradient backward.
 
 Forward: the row plus +0.0, zeros where w does not hold the token. No reduction.
 Backward: the tokens are sorted, equal ones in the order of their positions. The program at the first of a run of equal
@@ -18,19 +18,20 @@ import triton
 import triton.language as tl
 
 from rlk.kernels.operands import check_multiple, check_tensor, state_far
+from rlk.kernels.row_launch import options
 from rlk.kernels.variants import Variant, architecture
 
 
-@triton.jit(do_not_specialize=["first_row", "V"])
-def embedding_rows(tokens, w, x, first_row, V, D, BLOCK: tl.constexpr):
-    """Grid (T, columns / BLOCK)."""
-    place = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < D
-    row = tl.load(tokens + place) - first_row
+@triton.jit(do_not_specialize=["T", "first_row", "V"])
+def embedding_rows(tokens, w, x, T, first_row, V, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (T / ROWS, columns / BLOCK), each rounded up."""
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = (place < T)[:, None] & (columns < D)
+    row = tl.load(tokens + place, mask=place < T, other=-1) - first_row
     here = (row >= 0) & (row < V)
-    values = tl.load(w + row * D + columns, mask=inside & here, other=0.0).to(tl.float32) + 0.0
-    tl.store(x + place * D + columns, values.to(tl.bfloat16), mask=inside)
+    values = tl.load(w + row[:, None] * D + columns, mask=inside & here[:, None], other=0.0).to(tl.float32) + 0.0
+    tl.store(x + place[:, None] * D + columns, values.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -63,19 +64,15 @@ def embedding_backward_rows(dx, tokens, order, main_grad, T, first_row, V, D, BL
         tl.store(target, total, mask=inside)
 
 
-CONFIGS = {  # eight elements per lane: 128-bit loads
-    "gfx942": {"block_512": {"BLOCK": 512, "num_warps": 1}},
-    "sm_90": {"block_512": {"BLOCK": 512, "num_warps": 2}},
+CONFIGS = {  # tokens, columns, warps: eight elements per lane; programs of fewer bytes begin no faster
+    "gfx942": {"rows_4x512": (4, 512, 4)},
+    "sm_90": {"rows_4x1024": (4, 1024, 8)},
+}
+BACKWARD_CONFIGS = {  # columns, warps: eight elements per lane, 128-bit loads
+    "gfx942": {"block_512": (512, 1)},
+    "sm_90": {"block_512": (512, 2)},
 }
 UNROLL = 8
-
-
-def choose(arch: str) -> dict:
-    return CONFIGS[arch]["block_512"]
-
-
-def _options(config: dict) -> dict:
-    return {"num_warps": config["num_warps"], "enable_fp_fusion": False}
 
 
 def _check_tokens(op: str, tokens_T: torch.Tensor) -> None:
@@ -102,45 +99,47 @@ def embedding(tokens_T: torch.Tensor, w_VD: torch.Tensor, first_row: int) -> tor
     check_multiple("embedding", D=D)
     _check_tokens("embedding", tokens_T)
     _check_table("embedding", "w", w_VD, torch.bfloat16)
-    x_TD = w_VD.new_empty((len(tokens_T), D))
+    T = len(tokens_T)
+    x_TD = w_VD.new_empty((T, D))
     check_tensor("embedding", "x", x_TD, torch.bfloat16)
-    config = choose(architecture())
-    if len(tokens_T):
-        embedding_rows[len(tokens_T), math.ceil(D / config["BLOCK"])](
-            tokens_T, w_VD, x_TD, first_row, V, D, BLOCK=config["BLOCK"], **_options(config))
+    (rows, block, num_warps), = CONFIGS[architecture()].values()
+    if T:
+        embedding_rows[math.ceil(T / rows), math.ceil(D / block)](
+            tokens_T, w_VD, x_TD, T, first_row, V, D, ROWS=rows, BLOCK=block, **options(num_warps))
     return x_TD
 
 
 def embedding_backward(dx_TD: torch.Tensor, tokens_T: torch.Tensor, main_grad_VD: torch.Tensor,
                        first_row: int) -> None:
     """main_grad[token - first_row] += dx[t], FP32, t ascending, for the int64 tokens that main_grad holds, in place."""
-    (V, D), dx_TD = main_grad_VD.shape, dx_TD.contiguous()
+    (V, D), T, dx_TD = main_grad_VD.shape, len(tokens_T), dx_TD.contiguous()
     check_multiple("embedding_backward", D=D)
     _check_tokens("embedding_backward", tokens_T)
-    check_tensor("embedding_backward", "dx", dx_TD, torch.bfloat16, (len(tokens_T), D))
+    check_tensor("embedding_backward", "dx", dx_TD, torch.bfloat16, (T, D))
     _check_table("embedding_backward", "main_grad", main_grad_VD, torch.float32)
-    config = choose(architecture())
-    if len(tokens_T):
+    (block, num_warps), = BACKWARD_CONFIGS[architecture()].values()
+    if T:
         sorted_T, order_T = tokens_T.sort(stable=True)
         check_tensor("embedding_backward", "sorted tokens", sorted_T, torch.int64)
         check_tensor("embedding_backward", "order", order_T, torch.int64)
-        embedding_backward_rows[len(tokens_T), math.ceil(D / config["BLOCK"])](
-            dx_TD, sorted_T, order_T, main_grad_VD, len(tokens_T), first_row, V, D, BLOCK=config["BLOCK"],
-            UNROLL=UNROLL, **_options(config))
+        embedding_backward_rows[T, math.ceil(D / block)](
+            dx_TD, sorted_T, order_T, main_grad_VD, T, first_row, V, D, BLOCK=block, UNROLL=UNROLL,
+            **options(num_warps))
 
 
 def variants(arch: str) -> list[Variant]:
     """Every kernel that the launchers above can launch on `arch`."""
-    found = []
-    for kernel, function, pointers, numbers, constants, far in (
-        ("embedding", embedding_rows, {"tokens": "*i64", "w": "*bf16", "x": "*bf16"}, ("first_row", "V", "D"), {}, "w"),
-        ("embedding_backward", embedding_backward_rows,
-         {"dx": "*bf16", "tokens": "*i64", "order": "*i64", "main_grad": "*fp32"}, ("T", "first_row", "V", "D"),
-         {"UNROLL": UNROLL}, "main_grad"),
-    ):
-        found += [Variant(kernel=kernel, name=name, function=function,
-                          signature=pointers | dict.fromkeys(numbers, "i32"),
-                          constants={"BLOCK": config["BLOCK"], **constants}, options=_options(config),
-                          divisible=(*pointers, "D"), small=tuple(name for name in pointers if name != far))
-                  for name, config in CONFIGS[arch].items()]
-    return found
+    numbers = dict.fromkeys(("T", "first_row", "V", "D"), "i32")
+    forward = {"tokens": "*i64", "w": "*bf16", "x": "*bf16"}
+    backward = {"dx": "*bf16", "tokens": "*i64", "order": "*i64", "main_grad": "*fp32"}
+    return [
+        Variant(kernel="embedding", name=name, function=embedding_rows, signature=forward | numbers,
+                constants={"ROWS": rows, "BLOCK": block}, options=options(num_warps), divisible=(*forward, "D"),
+                small=("tokens", "x"))
+        for name, (rows, block, num_warps) in CONFIGS[arch].items()
+    ] + [
+        Variant(kernel="embedding_backward", name=name, function=embedding_backward_rows,
+                signature=backward | numbers, constants={"BLOCK": block, "UNROLL": UNROLL},
+                options=options(num_warps), divisible=(*backward, "D"), small=("dx", "tokens", "order"))
+        for name, (block, num_warps) in BACKWARD_CONFIGS[arch].items()
+    ]

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.row_launch import BLOCKS, choose_block, options
 from rlk.kernels.variants import Variant, architecture
 
 MOST_COLUMNS = 8192
@@ -30,11 +31,10 @@ def inverse_rms(square_sum, count, eps):
 
 
 @triton.jit
-def _normalise(x, w, y, columns, inside, D, eps):
-    """The FP32 row x, normalised, to the BF16 row at y."""
+def _normalise(x, weight, y, columns, inside, D, eps):
+    """The FP32 row x, normalised by weight, to the BF16 row at y."""
     scale = inverse_rms(tl.sum(x * x, 0), D, eps)
-    weight = tl.load(w + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + columns, (x * scale * weight).to(tl.bfloat16), mask=inside)
+    tl.store(y + columns, (x * scale * weight.to(tl.float32)).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -44,7 +44,8 @@ def rms_norm_rows(x, w, y, D, eps, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     inside = columns < D
     values = tl.load(x + row * D + columns, mask=inside, other=0.0).to(tl.float32)
-    _normalise(values, w, y + row * D, columns, inside, D, eps)
+    weight = tl.load(w + columns, mask=inside, other=0.0)  # here, so that the reduction does not wait before it
+    _normalise(values, weight, y + row * D, columns, inside, D, eps)
 
 
 @triton.jit
@@ -55,9 +56,10 @@ def add_rms_norm_rows(partial, residual, w, hidden, y, D, eps, BLOCK: tl.constex
     inside = columns < D
     added = tl.load(residual + row * D + columns, mask=inside, other=0.0).to(tl.float32)
     added += tl.load(partial + row * D + columns, mask=inside, other=0.0)
+    weight = tl.load(w + columns, mask=inside, other=0.0)
     rounded = added.to(tl.bfloat16)
     tl.store(hidden + row * D + columns, rounded, mask=inside)
-    _normalise(rounded.to(tl.float32), w, y + row * D, columns, inside, D, eps)
+    _normalise(rounded.to(tl.float32), weight, y + row * D, columns, inside, D, eps)
 
 
 @triton.jit
@@ -78,7 +80,6 @@ CONFIGS = {
     "sm_90": {"block_512": (512, 2), "block_1024": (1024, 4), "block_2048": (2048, 8), "block_4096": (4096, 8),
               "block_8192": (8192, 8)},
 }
-ADD_CONFIGS = {"gfx942": {"block_1024": (1024, 2)}, "sm_90": {"block_1024": (1024, 4)}}
 
 
 def choose(arch: str, D: int) -> str:
@@ -87,10 +88,6 @@ def choose(arch: str, D: int) -> str:
         if D <= block:
             return name
     raise ValueError(f"the norm got rows of {D} elements, expected at most {MOST_COLUMNS}")
-
-
-def _options(num_warps: int) -> dict:
-    return {"num_warps": num_warps, "enable_fp_fusion": False}
 
 
 def _checked(op: str, w_D: torch.Tensor, **rows: tuple[torch.Tensor, torch.dtype]) -> tuple[int, int]:
@@ -111,7 +108,7 @@ def rms_norm(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
     block, num_warps = CONFIGS[architecture()][choose(architecture(), D)]
     y_TD = torch.empty_like(x_TD)
     if T:
-        rms_norm_rows[T,](x_TD, w_D, y_TD, D, eps, BLOCK=block, **_options(num_warps))
+        rms_norm_rows[T,](x_TD, w_D, y_TD, D, eps, BLOCK=block, **options(num_warps))
     return y_TD
 
 
@@ -124,7 +121,7 @@ def add_rms_norm(partial_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch
     hidden_TD, y_TD = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
     if T:
         add_rms_norm_rows[T,](partial_TD, residual_TD, w_D, hidden_TD, y_TD, D, eps, BLOCK=block,
-                              **_options(num_warps))
+                              **options(num_warps))
     return hidden_TD, y_TD
 
 
@@ -132,11 +129,11 @@ def residual_add(partial_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.T
     """residual + partial (FP32), rounded once to BF16."""
     partial_TD, residual_TD = partial_TD.contiguous(), residual_TD.contiguous()
     T, D = _checked("residual_add", None, residual=(residual_TD, torch.bfloat16), partial=(partial_TD, torch.float32))
-    block, num_warps = ADD_CONFIGS[architecture()]["block_1024"]
+    block, num_warps = choose_block(architecture())
     hidden_TD = torch.empty_like(residual_TD)
     if T:
         residual_add_rows[T, math.ceil(D / block)](partial_TD, residual_TD, hidden_TD, D, BLOCK=block,
-                                                   **_options(num_warps))
+                                                   **options(num_warps))
     return hidden_TD
 
 
@@ -148,10 +145,10 @@ def variants(arch: str) -> list[Variant]:
         ("add_rms_norm", add_rms_norm_rows, {"partial": "*fp32", "residual": "*bf16", "w": "*bf16", "hidden": "*bf16",
                                              "y": "*bf16", "D": "i32", "eps": "fp32"}, CONFIGS),
         ("residual_add", residual_add_rows, {"partial": "*fp32", "residual": "*bf16", "hidden": "*bf16", "D": "i32"},
-         ADD_CONFIGS),
+         BLOCKS),
     ):
         pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
         found += [Variant(kernel=kernel, name=name, function=function, signature=signature, constants={"BLOCK": block},
-                          options=_options(num_warps), divisible=(*pointers, "D"), small=pointers)
+                          options=options(num_warps), divisible=(*pointers, "D"), small=pointers)
                   for name, (block, num_warps) in configs[arch].items()]
     return found

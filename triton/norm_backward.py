@@ -1,8 +1,8 @@
 """Gradient of the RMS norm, and of the residual addition before it. BF16 rows, FP32 inside; the weight's in FP32.
 
 Layout: rows [T, D], row-major; one program makes ROWS neighbouring rows, one after the other; lanes hold a row as in
-norm.py. Each program leaves its part of the weight's gradient in `partials`, FP32 [T / ROWS, D], and
-weight_gradient_columns adds those up.
+norm.py. With STAGES > 1 the next STAGES - 1 rows are under way to shared memory meanwhile. Each program leaves its part
+of the weight's gradient in `partials`, FP32 [T / ROWS, D], and weight_gradient_columns adds those up.
 
 dx = scale * (dy * w - normed * mean) + dhidden, rounded once; normed = x * scale, scale as in norm.py, and mean =
 scale * sum(dy * w * x) / D.
@@ -24,6 +24,7 @@ import triton.language as tl
 from rlk.kernels import norm
 from rlk.kernels.norm import inverse_rms
 from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.row_launch import options
 from rlk.kernels.variants import Variant, architecture
 
 
@@ -34,7 +35,7 @@ def _add_both(a, b, c, d):
 
 @triton.jit(do_not_specialize=["T"])
 def rms_norm_backward_rows(dy, dhidden, x, w, dx, partials, T, D, eps, ADD: tl.constexpr, ROWS: tl.constexpr,
-                           BLOCK: tl.constexpr):
+                           BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Grid (T / ROWS, rounded up). Without ADD dhidden is not read."""
     first = tl.program_id(0) * ROWS
     end = tl.minimum(first + ROWS, T)
@@ -42,7 +43,7 @@ def rms_norm_backward_rows(dy, dhidden, x, w, dx, partials, T, D, eps, ADD: tl.c
     inside = columns < D
     weight = tl.load(w + columns, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(first, end):
+    for row in tl.range(first, end, num_stages=STAGES):
         values = tl.load(x + row * D + columns, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(dy + row * D + columns, mask=inside, other=0.0).to(tl.float32)
         if ADD:
@@ -61,26 +62,34 @@ def rms_norm_backward_rows(dy, dhidden, x, w, dx, partials, T, D, eps, ADD: tl.c
     tl.store(partials + tl.program_id(0) * D + columns, total, mask=inside)
 
 
+@triton.jit
+def _tile_of_partials(partials, part, columns, count, inside, D):
+    return tl.load(partials + part[:, None] * D + columns[None, :], mask=(part < count)[:, None] & inside[None, :],
+                   other=0.0)
+
+
 @triton.jit(do_not_specialize=["count"])
 def weight_gradient_columns(partials, main_grad, count, D, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Grid (D / COLUMNS, rounded up): main_grad[D] += the sum of partials[count, D] over its rows."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    parts = tl.arange(0, PARTS)
+    part = tl.arange(0, PARTS)
     inside = columns < D
     total = tl.zeros((PARTS, COLUMNS), tl.float32)
-    for first in range(0, count, PARTS):
-        part = first + parts
-        total += tl.load(partials + part[:, None] * D + columns[None, :],
-                         mask=(part < count)[:, None] & inside[None, :], other=0.0)
+    for first in range(0, count, 4 * PARTS):  # four tiles are under way together; what is not there adds +0
+        a = _tile_of_partials(partials, first + part, columns, count, inside, D)
+        b = _tile_of_partials(partials, first + PARTS + part, columns, count, inside, D)
+        c = _tile_of_partials(partials, first + 2 * PARTS + part, columns, count, inside, D)
+        d = _tile_of_partials(partials, first + 3 * PARTS + part, columns, count, inside, D)
+        total = total + a + b + c + d
     before = tl.load(main_grad + columns, mask=inside, other=0.0)
     tl.store(main_grad + columns, before + tl.sum(total, 0), mask=inside)
 
 
-CONFIGS = {  # columns, rows per program, warps
-    "gfx942": {"block_512": (512, 16, 1), "block_1024": (1024, 16, 2), "block_2048": (2048, 16, 4),
-               "block_4096": (4096, 16, 8), "block_8192": (8192, 16, 8)},
-    "sm_90": {"block_512": (512, 16, 2), "block_1024": (1024, 16, 4), "block_2048": (2048, 16, 8),
-              "block_4096": (4096, 16, 8), "block_8192": (8192, 16, 16)},
+CONFIGS = {  # columns, rows per program, warps, stages
+    "gfx942": {"block_512": (512, 16, 1, 1), "block_1024": (1024, 16, 2, 1), "block_2048": (2048, 16, 4, 1),
+               "block_4096": (4096, 16, 8, 1), "block_8192": (8192, 16, 8, 1)},
+    "sm_90": {"block_512": (512, 16, 2, 4), "block_1024": (1024, 16, 4, 4), "block_2048": (2048, 16, 8, 4),
+              "block_4096": (4096, 16, 8, 3), "block_8192": (8192, 16, 16, 3)},
 }
 SUM_CONFIGS = {  # partials and columns of a tile, warps: few columns, so that a weight of one head has programs enough
     "gfx942": {"sum_256x16": (256, 16, 8)},
@@ -91,10 +100,6 @@ SUM_CONFIGS = {  # partials and columns of a tile, warps: few columns, so that a
 def choose(arch: str, D: int) -> str:
     """Name of the configuration for rows of D elements; ValueError when they are too long."""
     return norm.choose(arch, D)
-
-
-def _options(num_warps: int) -> dict:
-    return {"num_warps": num_warps, "enable_fp_fusion": False}
 
 
 def rms_norm_backward(dy_TD: torch.Tensor, dhidden_TD: torch.Tensor | None, x_TD: torch.Tensor, w_D: torch.Tensor,
@@ -113,13 +118,14 @@ def rms_norm_backward(dy_TD: torch.Tensor, dhidden_TD: torch.Tensor | None, x_TD
         if tensor is not None:
             check_tensor(op, name, tensor, torch.bfloat16, x_TD.shape)
     check_tensor(op, "w", w_D, torch.bfloat16, (D,))
-    block, per_program, num_warps = CONFIGS[arch][choose(arch, D)]
+    block, per_program, num_warps, stages = CONFIGS[arch][choose(arch, D)]
     dx_TD = torch.empty_like(x_TD)
     partials = x_TD.new_empty((math.ceil(T / per_program), D), dtype=torch.float32)
     if T:
         rms_norm_backward_rows[len(partials),](
             dy_TD, dy_TD if dhidden_TD is None else dhidden_TD, x_TD, w_D, dx_TD, partials, T, D, eps,
-            ADD=dhidden_TD is not None, ROWS=per_program, BLOCK=block, **_options(num_warps))
+            ADD=dhidden_TD is not None, ROWS=per_program, BLOCK=block, STAGES=stages,
+            **options(num_warps))
     if main_grad_D is not None:
         add_partials(op, partials, main_grad_D)
     return dx_TD
@@ -132,7 +138,7 @@ def add_partials(op: str, partials: torch.Tensor, main_grad_D: torch.Tensor) -> 
     parts, columns, num_warps = SUM_CONFIGS[architecture()]["sum_256x16"]
     if count:
         weight_gradient_columns[math.ceil(D / columns),](partials, main_grad_D, count, D, PARTS=parts, COLUMNS=columns,
-                                                         **_options(num_warps))
+                                                         **options(num_warps))
 
 
 def variants(arch: str) -> list[Variant]:
@@ -142,13 +148,13 @@ def variants(arch: str) -> list[Variant]:
     found = [
         Variant(kernel="rms_norm_backward", name=name + ("_dhidden" if add else ""), function=rms_norm_backward_rows,
                 signature={**pointers, "T": "i32", "D": "i32", "eps": "fp32"},
-                constants={"ADD": add, "ROWS": rows, "BLOCK": block}, options=_options(num_warps),
+                constants={"ADD": add, "ROWS": rows, "BLOCK": block, "STAGES": stages}, options=options(num_warps),
                 divisible=(*pointers, "D"), small=tuple(pointers))
-        for name, (block, rows, num_warps) in CONFIGS[arch].items() for add in (False, True)
+        for name, (block, rows, num_warps, stages) in CONFIGS[arch].items() for add in (False, True)
     ]
     return found + [
         Variant(kernel="weight_gradient", name=name, function=weight_gradient_columns,
                 signature={**sums, "count": "i32", "D": "i32"}, constants={"PARTS": parts, "COLUMNS": columns},
-                options=_options(num_warps), divisible=(*sums, "D"), small=tuple(sums))
+                options=options(num_warps), divisible=(*sums, "D"), small=tuple(sums))
         for name, (parts, columns, num_warps) in SUM_CONFIGS[arch].items()
     ]

@@ -4,7 +4,7 @@ Layout: k, v [T, G, E] in rows of any stride over tokens; the caches [P, S, G, E
 Row t goes to slot slots[t] % S of page slots[t] // S, which is row slots[t] of the flattened cache. A slot outside the
 cache, -1 among them, is written nowhere: the host never looks at the table, so that a captured graph may hold the call.
 
-write_kv_rows: one program copies BLOCK neighbouring columns of one token's k and v.
+write_kv_rows: one program copies BLOCK neighbouring columns of one token's k and v, and reads them whatever the slot.
 qk_norm_rope_write_heads: one program makes HEADS heads of one token as in rope.py, all queries or all keys; that of the
 keys also copies the value heads of the same numbers. The arithmetic and its order are rope.py's: equal bits.
 """
@@ -19,7 +19,8 @@ import triton.language as tl
 
 from rlk.kernels import rope
 from rlk.kernels.operands import check_multiple, check_reach, check_tensor, state_far
-from rlk.kernels.rope import normed_rotation
+from rlk.kernels.rope import heads_of_program, rotated_heads
+from rlk.kernels.row_launch import BLOCKS, choose_block, options
 from rlk.kernels.variants import Variant, architecture
 
 
@@ -29,9 +30,10 @@ def write_kv_rows(k, v, k_stride, v_stride, k_cache, v_cache, slots, slot_count,
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
-    inside = (columns < width) & (slot >= 0) & (slot < slot_count)
+    inside = columns < width  # whatever the slot: so the rows are asked for together with it
     key = tl.load(k + token * k_stride + columns, mask=inside, other=0.0)
     value = tl.load(v + token * v_stride + columns, mask=inside, other=0.0)
+    inside = inside & (slot >= 0) & (slot < slot_count)
     tl.store(k_cache + slot * width + columns, key, mask=inside)
     tl.store(v_cache + slot * width + columns, value, mask=inside)
 
@@ -41,57 +43,24 @@ def qk_norm_rope_write_heads(x, x_stride, q_weight, k_weight, cosine, sine, q, k
                              q_heads, k_heads, eps, E: tl.constexpr, HEADS: tl.constexpr):
     """Grid (T, q_heads / HEADS + k_heads / HEADS, each rounded up). x holds the q heads, the k heads, the v heads."""
     token = tl.program_id(0)
-    q_blocks = tl.cdiv(q_heads, HEADS)
-    is_q = tl.program_id(1) < q_blocks
-    block = tl.program_id(1) if is_q else tl.program_id(1) - q_blocks
-    heads = q_heads if is_q else k_heads
-    head = block * HEADS + tl.arange(0, HEADS)
-    half = tl.arange(0, E // 2)
-    inside = (head < heads)[:, None] & (half < E // 2)[None, :]
-    offsets = head[:, None] * E + half[None, :]
+    x += token * x_stride
+    is_q, offsets, inside = heads_of_program(q_heads, k_heads, E, HEADS)
+    a, b = rotated_heads(x, token, is_q, offsets, inside, q_weight, k_weight, cosine, sine, q_heads, eps, E, HEADS)
     if is_q:
-        x += token * x_stride
-    else:
-        x += token * x_stride + q_heads * E
-    a = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x + offsets + E // 2, mask=inside, other=0.0).to(tl.float32)
-    shared = tl.broadcast_to(half[None, :], (HEADS, E // 2))  # each head's lanes load their own copy: no LDS
-    if is_q:
-        first, second = tl.load(q_weight + shared), tl.load(q_weight + shared + E // 2)
-    else:
-        first, second = tl.load(k_weight + shared), tl.load(k_weight + shared + E // 2)
-    c = tl.load(cosine + token * (E // 2) + shared)
-    s = tl.load(sine + token * (E // 2) + shared)
-    rotated_a, rotated_b = normed_rotation(a, b, first, second, c, s, eps, E)
-    if is_q:
-        tl.store(q + token * q_heads * E + offsets, rotated_a, mask=inside)
-        tl.store(q + token * q_heads * E + offsets + E // 2, rotated_b, mask=inside)
+        tl.store(q + token * q_heads * E + offsets, a, mask=inside)
+        tl.store(q + token * q_heads * E + offsets + E // 2, b, mask=inside)
     else:
         slot = tl.load(slots + token)
-        inside = inside & (slot >= 0) & (slot < slot_count)
-        x += k_heads * E
+        x += (q_heads + k_heads) * E
         value_a = tl.load(x + offsets, mask=inside, other=0.0)
         value_b = tl.load(x + offsets + E // 2, mask=inside, other=0.0)
+        inside = inside & (slot >= 0) & (slot < slot_count)
         k_cache += slot * k_heads * E
         v_cache += slot * k_heads * E
-        tl.store(k_cache + offsets, rotated_a, mask=inside)
-        tl.store(k_cache + offsets + E // 2, rotated_b, mask=inside)
+        tl.store(k_cache + offsets, a, mask=inside)
+        tl.store(k_cache + offsets + E // 2, b, mask=inside)
         tl.store(v_cache + offsets, value_a, mask=inside)
         tl.store(v_cache + offsets + E // 2, value_b, mask=inside)
-
-
-CONFIGS = {  # eight elements per lane: 128-bit loads
-    "gfx942": {"block_1024": {"BLOCK": 1024, "num_warps": 2}},
-    "sm_90": {"block_1024": {"BLOCK": 1024, "num_warps": 4}},
-}
-
-
-def choose(arch: str) -> dict:
-    return CONFIGS[arch]["block_1024"]
-
-
-def _options(config: dict) -> dict:
-    return {"num_warps": config["num_warps"], "enable_fp_fusion": False}
 
 
 def _as_rows(op: str, name: str, x_THE: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:
@@ -134,11 +103,11 @@ def write_kv(k_TGE: torch.Tensor, v_TGE: torch.Tensor, k_cache_PSGE: torch.Tenso
     k_TGE, k_stride = _as_rows(op, "k", k_TGE, (T, G, E))
     v_TGE, v_stride = _as_rows(op, "v", v_TGE, (T, G, E))
     check_multiple(op, width=G * E)
-    config = choose(architecture())
+    block, num_warps = choose_block(architecture())
     if T:
-        write_kv_rows[T, math.ceil(G * E / config["BLOCK"])](
-            k_TGE, v_TGE, k_stride, v_stride, k_cache_PSGE, v_cache_PSGE, slots_T, slot_count, G * E,
-            BLOCK=config["BLOCK"], **_options(config))
+        write_kv_rows[T, math.ceil(G * E / block)](
+            k_TGE, v_TGE, k_stride, v_stride, k_cache_PSGE, v_cache_PSGE, slots_T, slot_count, G * E, BLOCK=block,
+            **options(num_warps))
 
 
 def qk_norm_rope_write(qkv_THE: torch.Tensor, q_weight_E: torch.Tensor, k_weight_E: torch.Tensor,
@@ -168,7 +137,7 @@ def qk_norm_rope_write(qkv_THE: torch.Tensor, q_weight_E: torch.Tensor, k_weight
     if T:
         qk_norm_rope_write_heads[T, math.ceil(H / per_program) + math.ceil(G / per_program)](
             qkv_THE, stride, q_weight_E, k_weight_E, cos_TE2, sin_TE2, q_THE, k_cache_PSGE, v_cache_PSGE, slots_T,
-            slot_count, H, G, eps, E=E, HEADS=per_program, **_options({"num_warps": num_warps}))
+            slot_count, H, G, eps, E=E, HEADS=per_program, **options(num_warps))
     return q_THE
 
 
@@ -179,17 +148,17 @@ def variants(arch: str) -> list[Variant]:
     heads = {"x": "*bf16", "x_stride": "i32", "q_weight": "*bf16", "k_weight": "*bf16", "cosine": "*fp32",
              "sine": "*fp32", "q": "*bf16", **caches, "q_heads": "i32", "k_heads": "i32", "eps": "fp32"}
     return [
-        _variant("write_kv", name, write_kv_rows, rows, {"BLOCK": config["BLOCK"]}, _options(config))
-        for name, config in CONFIGS[arch].items()
+        _variant("write_kv", name, write_kv_rows, rows, {"BLOCK": block}, options(num_warps))
+        for name, (block, num_warps) in BLOCKS[arch].items()
     ] + [
         _variant("qk_norm_rope_write", name, qk_norm_rope_write_heads, heads, {"E": E, "HEADS": per_program},
-                 _options({"num_warps": num_warps}))
+                 options(num_warps))
         for name, (E, per_program, num_warps) in rope.CONFIGS[arch].items()
     ]
 
 
-def _variant(kernel, name, function, signature, constants, options) -> Variant:
+def _variant(kernel, name, function, signature, constants, compiler) -> Variant:
     pointers = tuple(argument for argument, kind in signature.items() if kind.startswith("*"))
-    return Variant(kernel, name, function, signature, constants, options,
+    return Variant(kernel, name, function, signature, constants, compiler,
                    divisible=(*pointers, *(x for x in ("x_stride", "k_stride", "v_stride", "width") if x in signature)),
                    small=tuple(x for x in pointers if x not in ("k_cache", "v_cache")))

@@ -18,11 +18,12 @@ import triton.language as tl
 
 from rlk.kernels.norm import inverse_rms
 from rlk.kernels.operands import check_multiple, check_reach, check_tensor
+from rlk.kernels.row_launch import options
 from rlk.kernels.variants import Variant, architecture
 
 
 @triton.jit
-def normed_rotation(a, b, first, second, c, s, eps, E: tl.constexpr):
+def _normed_rotation(a, b, first, second, c, s, eps, E: tl.constexpr):
     """The FP32 halves a and b of heads [HEADS, E/2], normed by the weight's halves and rotated, in BF16."""
     scale = inverse_rms(tl.sum(a * a + b * b, 1), tl.full((), E, tl.int32), eps)[:, None]
     a = a * scale * first.to(tl.float32)
@@ -30,39 +31,51 @@ def normed_rotation(a, b, first, second, c, s, eps, E: tl.constexpr):
     return tl.fma(a, c, -(b * s)).to(tl.bfloat16), tl.fma(b, c, a * s).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["q_heads", "k_heads"])
-def qk_norm_rope_heads(x, x_stride, q_weight, k_weight, cosine, sine, q, k, q_heads, k_heads, eps, E: tl.constexpr,
-                       HEADS: tl.constexpr):
-    """Grid (T, q_heads / HEADS + k_heads / HEADS, each rounded up). The k heads follow the q heads in x."""
-    token = tl.program_id(0)
+@triton.jit
+def heads_of_program(q_heads, k_heads, E: tl.constexpr, HEADS: tl.constexpr):
+    """(Whether program_id(1) makes queries, their offsets in q or k [HEADS, E/2], which of them there are)."""
     q_blocks = tl.cdiv(q_heads, HEADS)
     is_q = tl.program_id(1) < q_blocks
     block = tl.program_id(1) if is_q else tl.program_id(1) - q_blocks
     heads = q_heads if is_q else k_heads
     head = block * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, E // 2)
-    inside = (head < heads)[:, None] & (half < E // 2)[None, :]
-    offsets = head[:, None] * E + half[None, :]
-    if is_q:
-        x += token * x_stride
-    else:
-        x += token * x_stride + q_heads * E
+    return is_q, head[:, None] * E + half[None, :], (head < heads)[:, None] & (half < E // 2)[None, :]
+
+
+@triton.jit
+def rotated_heads(x, token, is_q, offsets, inside, q_weight, k_weight, cosine, sine, q_heads, eps, E: tl.constexpr,
+                  HEADS: tl.constexpr):
+    """Both halves of the program's heads, normed and rotated. x: the token's row of the fused qkv."""
+    if not is_q:
+        x += q_heads * E
     a = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + offsets + E // 2, mask=inside, other=0.0).to(tl.float32)
-    shared = tl.broadcast_to(half[None, :], (HEADS, E // 2))  # each head's lanes load their own copy: no LDS
+    # Each head's lanes load their own copy: no LDS.
+    shared = tl.broadcast_to(tl.arange(0, E // 2)[None, :], (HEADS, E // 2))
     if is_q:
         first, second = tl.load(q_weight + shared), tl.load(q_weight + shared + E // 2)
     else:
         first, second = tl.load(k_weight + shared), tl.load(k_weight + shared + E // 2)
     c = tl.load(cosine + token * (E // 2) + shared)
     s = tl.load(sine + token * (E // 2) + shared)
-    rotated_a, rotated_b = normed_rotation(a, b, first, second, c, s, eps, E)
+    return _normed_rotation(a, b, first, second, c, s, eps, E)
+
+
+@triton.jit(do_not_specialize=["q_heads", "k_heads"])
+def qk_norm_rope_heads(x, x_stride, q_weight, k_weight, cosine, sine, q, k, q_heads, k_heads, eps, E: tl.constexpr,
+                       HEADS: tl.constexpr):
+    """Grid (T, q_heads / HEADS + k_heads / HEADS, each rounded up). The k heads follow the q heads in x."""
+    token = tl.program_id(0)
+    is_q, offsets, inside = heads_of_program(q_heads, k_heads, E, HEADS)
+    a, b = rotated_heads(x + token * x_stride, token, is_q, offsets, inside, q_weight, k_weight, cosine, sine, q_heads,
+                         eps, E, HEADS)
     if is_q:
-        tl.store(q + token * q_heads * E + offsets, rotated_a, mask=inside)
-        tl.store(q + token * q_heads * E + offsets + E // 2, rotated_b, mask=inside)
+        tl.store(q + token * q_heads * E + offsets, a, mask=inside)
+        tl.store(q + token * q_heads * E + offsets + E // 2, b, mask=inside)
     else:
-        tl.store(k + token * k_heads * E + offsets, rotated_a, mask=inside)
-        tl.store(k + token * k_heads * E + offsets + E // 2, rotated_b, mask=inside)
+        tl.store(k + token * k_heads * E + offsets, a, mask=inside)
+        tl.store(k + token * k_heads * E + offsets + E // 2, b, mask=inside)
 
 
 CONFIGS = {  # head dimension -> heads per program, warps
@@ -77,10 +90,6 @@ def choose(arch: str, E: int) -> str:
         if head_dim == E:
             return name
     raise ValueError(f"qk_norm_rope got heads of {E} elements, expected 64 or 128")
-
-
-def _options(num_warps: int) -> dict:
-    return {"num_warps": num_warps, "enable_fp_fusion": False}
 
 
 def qk_norm_rope(x_THE: torch.Tensor, w_E: torch.Tensor, cos_TE2: torch.Tensor, sin_TE2: torch.Tensor,
@@ -119,7 +128,7 @@ def _launch(x_THE, q_heads, k_heads, q_weight_E, k_weight_E, cos_TE2, sin_TE2, e
     if T and blocks:
         qk_norm_rope_heads[T, blocks](
             x_THE, stride, q_weight_E, k_weight_E, cos_TE2, sin_TE2, q_THE, k_THE if k_heads else q_THE, q_heads,
-            k_heads, eps, E=E, HEADS=per_program, **_options(num_warps))
+            k_heads, eps, E=E, HEADS=per_program, **options(num_warps))
     return q_THE, k_THE
 
 
@@ -129,6 +138,6 @@ def variants(arch: str) -> list[Variant]:
                 "q": "*bf16", "k": "*bf16"}
     signature = {"x": "*bf16", "x_stride": "i32", **pointers, "q_heads": "i32", "k_heads": "i32", "eps": "fp32"}
     return [Variant(kernel="qk_norm_rope", name=name, function=qk_norm_rope_heads, signature=signature,
-                    constants={"E": E, "HEADS": per_program}, options=_options(num_warps),
+                    constants={"E": E, "HEADS": per_program}, options=options(num_warps),
                     divisible=(*pointers, "x_stride"), small=tuple(pointers))
             for name, (E, per_program, num_warps) in CONFIGS[arch].items()]

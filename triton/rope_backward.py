@@ -23,6 +23,7 @@ import triton.language as tl
 from rlk.kernels.norm import inverse_rms
 from rlk.kernels.norm_backward import add_partials
 from rlk.kernels.operands import check_multiple, check_reach, check_tensor
+from rlk.kernels.row_launch import options
 from rlk.kernels.variants import Variant, architecture
 
 
@@ -76,10 +77,6 @@ def choose(arch: str, E: int) -> str:
     raise ValueError(f"qk_norm_rope_backward got heads of {E} elements, expected 64 or 128")
 
 
-def _options(num_warps: int) -> dict:
-    return {"num_warps": num_warps, "enable_fp_fusion": False}
-
-
 def qk_norm_rope_backward(dy_THE: torch.Tensor, x_THE: torch.Tensor, w_E: torch.Tensor, cos_TE2: torch.Tensor,
                           sin_TE2: torch.Tensor, eps: float, main_grad_E: torch.Tensor | None) -> torch.Tensor:
     """Gradient of x, BF16 [T, H, E] contiguous; x may have any stride over tokens that is a multiple of 16.
@@ -105,7 +102,7 @@ def qk_norm_rope_backward(dy_THE: torch.Tensor, x_THE: torch.Tensor, w_E: torch.
     if T:
         qk_norm_rope_backward_heads[len(partials),](
             dy_THE, x_THE, stride, w_E, cos_TE2, sin_TE2, dx_THE, partials, T * H, H, eps, E=E, TILE=tile, STEPS=steps,
-            **_options(num_warps))
+            **options(num_warps))
     if main_grad_E is not None:
         add_partials(op, partials, main_grad_E)
     return dx_THE
@@ -119,5 +116,5 @@ def variants(arch: str) -> list[Variant]:
                  "eps": "fp32"}
     return [Variant(kernel="qk_norm_rope_backward", name=name, function=qk_norm_rope_backward_heads,
                     signature=signature, constants={"E": E, "TILE": tile, "STEPS": steps},
-                    options=_options(num_warps), divisible=(*pointers, "x_stride"), small=tuple(pointers))
+                    options=options(num_warps), divisible=(*pointers, "x_stride"), small=tuple(pointers))
             for name, (E, tile, steps, num_warps) in CONFIGS[arch].items()]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.row_launch import BLOCKS, choose_block, options
 from rlk.kernels.variants import Variant, architecture
 
 
@@ -32,20 +33,6 @@ def swiglu_rows(gate_up, y, F, BLOCK: tl.constexpr):
     tl.store(y + row * F + columns, silu_times(gate, up).to(tl.bfloat16), mask=inside)
 
 
-CONFIGS = {  # eight elements per lane: 128-bit loads
-    "gfx942": {"block_1024": {"BLOCK": 1024, "num_warps": 2}},
-    "sm_90": {"block_1024": {"BLOCK": 1024, "num_warps": 4}},
-}
-
-
-def choose(arch: str) -> dict:
-    return CONFIGS[arch]["block_1024"]
-
-
-def _options(config: dict) -> dict:
-    return {"num_warps": config["num_warps"], "enable_fp_fusion": False}
-
-
 def swiglu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up on the GPU: BF16 [T, 2F] -> BF16 [T, F], F a multiple of 16; else ValueError."""
     T, width = gate_up_T2F.shape
@@ -54,15 +41,15 @@ def swiglu(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     gate_up_T2F = gate_up_T2F.contiguous()
     check_tensor("swiglu", "gate_up", gate_up_T2F, torch.bfloat16, (T, 2 * F))
     y_TF = gate_up_T2F.new_empty((T, F))
-    config = choose(architecture())
+    block, num_warps = choose_block(architecture())
     if T:
-        swiglu_rows[T, math.ceil(F / config["BLOCK"])](gate_up_T2F, y_TF, F, BLOCK=config["BLOCK"], **_options(config))
+        swiglu_rows[T, math.ceil(F / block)](gate_up_T2F, y_TF, F, BLOCK=block, **options(num_warps))
     return y_TF
 
 
 def variants(arch: str) -> list[Variant]:
     """Every kernel that `swiglu` can launch on `arch`."""
     return [Variant(kernel="swiglu", name=name, function=swiglu_rows,
-                    signature={"gate_up": "*bf16", "y": "*bf16", "F": "i32"}, constants={"BLOCK": config["BLOCK"]},
-                    options=_options(config), divisible=("gate_up", "y", "F"), small=("gate_up", "y"))
-            for name, config in CONFIGS[arch].items()]
+                    signature={"gate_up": "*bf16", "y": "*bf16", "F": "i32"}, constants={"BLOCK": block},
+                    options=options(num_warps), divisible=("gate_up", "y", "F"), small=("gate_up", "y"))
+            for name, (block, num_warps) in BLOCKS[arch].items()]

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from rlk.kernels.operands import check_multiple, check_tensor
+from rlk.kernels.row_launch import BLOCKS, choose_block, options
 from rlk.kernels.variants import Variant, architecture
 
 
@@ -31,20 +32,6 @@ def swiglu_backward_rows(dy, gate_up, dgate_up, F, BLOCK: tl.constexpr):
     tl.store(dgate_up + row * 2 * F + F + columns, (upstream * gate * sigmoid).to(tl.bfloat16), mask=inside)
 
 
-CONFIGS = {  # eight elements per lane: 128-bit loads
-    "gfx942": {"block_1024": {"BLOCK": 1024, "num_warps": 2}},
-    "sm_90": {"block_1024": {"BLOCK": 1024, "num_warps": 4}},
-}
-
-
-def choose(arch: str) -> dict:
-    return CONFIGS[arch]["block_1024"]
-
-
-def _options(config: dict) -> dict:
-    return {"num_warps": config["num_warps"], "enable_fp_fusion": False}
-
-
 def swiglu_backward(dy_TF: torch.Tensor, gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Gradient of gate_up on the GPU: BF16 [T, F], [T, 2F] -> BF16 [T, 2F], F a multiple of 16; else ValueError."""
     T, F = dy_TF.shape
@@ -53,10 +40,10 @@ def swiglu_backward(dy_TF: torch.Tensor, gate_up_T2F: torch.Tensor) -> torch.Ten
     check_tensor("swiglu_backward", "dy", dy_TF, torch.bfloat16)
     check_tensor("swiglu_backward", "gate_up", gate_up_T2F, torch.bfloat16, (T, 2 * F))
     dgate_up_T2F = torch.empty_like(gate_up_T2F)
-    config = choose(architecture())
+    block, num_warps = choose_block(architecture())
     if T:
-        swiglu_backward_rows[T, math.ceil(F / config["BLOCK"])](
-            dy_TF, gate_up_T2F, dgate_up_T2F, F, BLOCK=config["BLOCK"], **_options(config))
+        swiglu_backward_rows[T, math.ceil(F / block)](dy_TF, gate_up_T2F, dgate_up_T2F, F, BLOCK=block,
+                                                      **options(num_warps))
     return dgate_up_T2F
 
 
@@ -64,6 +51,6 @@ def variants(arch: str) -> list[Variant]:
     """Every kernel that `swiglu_backward` can launch on `arch`."""
     pointers = {"dy": "*bf16", "gate_up": "*bf16", "dgate_up": "*bf16"}
     return [Variant(kernel="swiglu_backward", name=name, function=swiglu_backward_rows,
-                    signature={**pointers, "F": "i32"}, constants={"BLOCK": config["BLOCK"]},
-                    options=_options(config), divisible=(*pointers, "F"), small=tuple(pointers))
-            for name, config in CONFIGS[arch].items()]
+                    signature={**pointers, "F": "i32"}, constants={"BLOCK": block},
+                    options=options(num_warps), divisible=(*pointers, "F"), small=tuple(pointers))
+            for name, (block, num_warps) in BLOCKS[arch].items()]

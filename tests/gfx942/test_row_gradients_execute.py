@@ -65,7 +65,7 @@ def test_the_gradient_of_long_rows_agrees_with_float64(D, add):
 
 
 def test_partial_sums_of_the_weight_gradient_are_added_in_the_order_that_is_written():
-    count, D = 600, 32
+    count, D = 1300, 32
     partials, grad = draw(1, count, D, dtype=torch.float32), draw(2, D, dtype=torch.float32)
     before = grad.clone()
     norm_backward.add_partials("test", partials, grad)
@@ -76,7 +76,7 @@ def test_partial_sums_of_the_weight_gradient_are_added_in_the_order_that_is_writ
     assert torch.allclose(grad, before + sums.double().sum(0).float(), rtol=1e-5, atol=1e-5)
     # Values that cancel in one accumulator show which partials share one.
     spread = torch.zeros(count, D)
-    spread[5], spread[5 + 256], spread[5 + 512], spread[6] = 2.0**60, 1.0, -(2.0**60), 4.0
+    spread[5], spread[5 + 256], spread[5 + 1024], spread[6] = 2.0**60, 1.0, -(2.0**60), 4.0
     grad.zero_()
     norm_backward.add_partials("test", spread, grad)
     assert bool((grad == 4.0).all())

@@ -33,7 +33,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(("V", "D"), [(7, 16), (5, 528), (3, 1024)])
 def test_an_embedding_is_the_row_plus_zero_and_zeros_for_another_rank_s_token(V, D):
-    table, tokens = draw(1, V, D), torch.tensor([10, 9, 10 + V, 10, 9 + V, 10 + V - 1, 2**40, -1])
+    table, tokens = draw(1, V, D), torch.tensor([10, 9, 10 + V, 10, 9 + V, 10 + V - 1, 2**40, -1, 11])
     table[0, :3] = -0.0
     got = embedding.embedding(tokens, table, 10)
     assert same(got, embedding_ops.embedding_cpu(tokens, table, 10))

@@ -8,6 +8,7 @@ from rlk.ops import adamw as adamw_ops
 from rlk.ops import embedding as embedding_ops
 from rlk.ops import norm as norm_ops
 from rlk.ops import swiglu as swiglu_ops
+from tests.gpu.operator_checks import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
@@ -19,11 +20,6 @@ ROWS = (slice(0, 1), slice(3, 10), slice(60, 131))
 def draw(seed, *shape, scale=1.0, dtype=torch.bfloat16):
     generator = torch.Generator("cuda").manual_seed(seed)
     return (torch.randn(shape, generator=generator, device="cuda") * scale).to(dtype)
-
-
-def same(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8),
-                                                                     b.contiguous().view(torch.uint8))
 
 
 def close(got, exact):
