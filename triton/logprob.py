@@ -23,6 +23,8 @@ from rlk.contract import VOCAB_TILES
 from rlk.kernels.operands import check_tensor
 from rlk.kernels.variants import Variant, architecture
 
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite FP32 numbers
+
 
 @triton.jit
 def scaled(logit, inv_t):
@@ -30,28 +32,49 @@ def scaled(logit, inv_t):
     return (logit + 0.0) * inv_t
 
 
+@triton.jit
+def scaled_lanes(logits, first, width, count, inv_t, LANES: tl.constexpr):
+    """x of a tile's elements first .. first + LANES - 1; minus infinity from `count` on. A zero keeps its sign."""
+    lane = tl.arange(0, LANES)
+    x = tl.load((logits + lane) + first, mask=first + lane < width) * inv_t  # what is masked is replaced below
+    return tl.where(first + lane < count, x, float("-inf"))
+
+
+@triton.jit
+def add_lanes(x, shift, total, weighted):
+    """(total + e, weighted + e * x). The lowest finite number stands for minus infinity, so that 0 * x is a zero."""
+    e = tl.exp(x - shift)
+    return total + e, tl.fma(e, tl.maximum(x, LOWEST), weighted)
+
+
 @triton.jit(do_not_specialize=["units", "tiles", "valid"])
-def tile_stats_rows(logits, stats, units, tiles, valid, inv_t, UNIT: tl.constexpr, LANES: tl.constexpr):
-    """Grid (tiles, T). A tile has units * UNIT logits; columns >= valid count as minus infinity."""
+def tile_stats_rows(logits, stats, units, tiles, valid, inv_t, UNIT: tl.constexpr, LANES: tl.constexpr,
+                    HELD: tl.constexpr):
+    """Grid (tiles, T). A tile has units * UNIT logits; columns >= valid count as minus infinity.
+
+    The first HELD elements of each partial stay in registers between the two passes; a wider tile's others are read
+    twice.
+    """
     tile, row = tl.program_id(0), tl.program_id(1)
     width = units * UNIT
     logits += (row * tiles + tile) * width
     count = min(max(valid - tile * width, 0), width)
-    lane = tl.arange(0, LANES)
+    held = ()
+    for block in tl.static_range(HELD):  # all are loaded before the first is needed
+        held += (scaled_lanes(logits, block * LANES, width, count, inv_t, LANES),)
     top = tl.full((LANES,), float("-inf"), tl.float32)
-    for first in range(0, width, LANES):
-        x = scaled(tl.load(logits + first + lane, mask=first + lane < width, other=float("-inf")), inv_t)
-        top = tl.maximum(top, tl.where(first + lane < count, x, float("-inf")))
-    highest = tl.max(top, 0)
+    for block in tl.static_range(HELD):
+        top = tl.maximum(top, held[block])
+    for first in range(HELD * LANES, width, LANES):
+        top = tl.maximum(top, scaled_lanes(logits, first, width, count, inv_t, LANES))
+    highest = tl.max(top, 0) + 0.0  # zeros of either sign may meet in it, and -0 becomes +0
     shift = tl.where(highest == float("-inf"), 0.0, highest)  # no finite logit: every e is zero, not exp(NaN)
     total = tl.zeros((LANES,), tl.float32)
     weighted = tl.zeros((LANES,), tl.float32)
-    for first in range(0, width, LANES):
-        x = scaled(tl.load(logits + first + lane, mask=first + lane < width, other=float("-inf")), inv_t)
-        x = tl.where(first + lane < count, x, float("-inf"))
-        e = tl.exp(x - shift)
-        total += e
-        weighted = tl.fma(e, tl.where(x == float("-inf"), 0.0, x), weighted)
+    for block in tl.static_range(HELD):
+        total, weighted = add_lanes(held[block], shift, total, weighted)
+    for first in range(HELD * LANES, width, LANES):
+        total, weighted = add_lanes(scaled_lanes(logits, first, width, count, inv_t, LANES), shift, total, weighted)
     stats += (row * tiles + tile) * 3
     tl.store(stats, highest)
     tl.store(stats + 1, tl.sum(total, 0))
@@ -104,9 +127,9 @@ def tile_stats_backward_rows(logits, targets, lse, grad, dlogits, units, first_i
 
 UNITS = (4, 2, 1)  # logits that are loaded at once, by the largest of these that divides the tile's width
 CONFIGS = {
-    "gfx942": {"stats": {"LANES": 1024, "num_warps": 4}, "merge": {"AHEAD": 16, "ROWS": 64, "num_warps": 1},
+    "gfx942": {"stats": {"LANES": 1024, "HELD": 3, "num_warps": 4}, "merge": {"AHEAD": 16, "ROWS": 64, "num_warps": 1},
                "backward": {"BLOCK": 2048, "num_warps": 4}},
-    "sm_90": {"stats": {"LANES": 1024, "num_warps": 8}, "merge": {"AHEAD": 16, "ROWS": 32, "num_warps": 1},
+    "sm_90": {"stats": {"LANES": 256, "HELD": 10, "num_warps": 2}, "merge": {"AHEAD": 16, "ROWS": 32, "num_warps": 1},
               "backward": {"BLOCK": 2048, "num_warps": 4}},
 }
 

@@ -18,6 +18,7 @@ namespace rlk {
 namespace {
 
 constexpr int kLanes = 256;
+constexpr int kAtOnce = 4;  // entries whose ids, and then logits, one lane of pick_logits has under way together
 constexpr int64_t kMostRows = int64_t(1) << 23;  // a HIP grid holds fewer than 2**32 lanes
 
 struct Row {
@@ -108,10 +109,16 @@ extern "C" __global__ void RLK_LANES(kLanes)
   const int64_t r = group_index();
   const Row row = row_of(offsets, r);
   const float* mine = logits + r * columns;
-  for (int64_t i = row.begin + lane_index(); i < row.end; i += kLanes) {
-    const int64_t column = ids[i] - first_id;
-    values[i] = column >= 0 && column < columns ? mine[column] + 0.0f : 0.0f;
+  const auto pick = [=](int64_t column) { return column >= 0 && column < columns ? mine[column] + 0.0f : 0.0f; };
+  int64_t i = row.begin + lane_index();
+  for (; i + (kAtOnce - 1) * kLanes < row.end; i += kAtOnce * kLanes) {
+    int64_t column[kAtOnce];
+    float value[kAtOnce];
+    for (int k = 0; k < kAtOnce; ++k) column[k] = ids[i + k * kLanes] - first_id;
+    for (int k = 0; k < kAtOnce; ++k) value[k] = pick(column[k]);
+    for (int k = 0; k < kAtOnce; ++k) values[i + k * kLanes] = value[k];
   }
+  for (; i < row.end; i += kLanes) values[i] = pick(ids[i] - first_id);
 }
 
 extern "C" __global__ void RLK_LANES(kLanes)

@@ -26,7 +26,9 @@ from rlk.ops.gemm import gemm_dw, gemm_dx, linear_fp32
 from rlk.ops.gradients import main_grad, wants_grad
 from rlk.ops.registry import EVERYWHERE, registry
 
-CHUNK_TOKENS = 1024  # most rows whose logits exist at one time in `score`
+CHUNK_TOKENS = 2048  # most rows whose logits exist at one time in `score`
+CHUNK_STEP = 256  # rows: products of other numbers of rows get padded
+MOST_BYTES = 1 << 31  # of a chunk's logits or dlogits: a GPU's kernels take less
 
 Support = tuple[torch.Tensor, torch.Tensor]
 Scores = tuple[torch.Tensor, torch.Tensor]
@@ -50,14 +52,15 @@ def score(hidden_TD: torch.Tensor, head_VD: torch.Tensor, targets_T: torch.Tenso
     """Log-prob and entropy of each target from the final hidden states: (logprob, entropy), FP32 [T] each.
 
     head_VD is this rank's rows [rank * V, (rank + 1) * V) of the LM head; targets_T is int64. Logits exist for
-    chunk_tokens tokens at a time. `logprob` is differentiable with respect to hidden_TD (the gradient is this rank's
-    partial sum; copy_to_tp upstream adds up the ranks') and to head_VD (added into head_VD.main_grad). Raises
+    at most chunk_tokens tokens at a time. `logprob` is differentiable with respect to hidden_TD (the gradient is this
+    rank's partial sum; copy_to_tp upstream adds up the ranks') and to head_VD (added into head_VD.main_grad). Raises
     CheckFailed for a target outside its retained set or the vocabulary.
     """
-    picks = _Picks.of(targets_T, rule, comm.world * head_VD.shape[0])
+    vocab = comm.world * head_VD.shape[0]
+    picks, chunk = _Picks.of(targets_T, rule, vocab), chunk_rows(chunk_tokens, vocab)
     if wants_grad(hidden_TD, head_VD):
-        return _Score.apply(hidden_TD, head_VD, picks, rule, comm, chunk_tokens)
-    return _score_chunks(hidden_TD, head_VD, picks, rule, comm, chunk_tokens)[1][:2]
+        return _Score.apply(hidden_TD, head_VD, picks, rule, comm, chunk)
+    return _score_chunks(hidden_TD, head_VD, picks, rule, comm, chunk)[1][:2]
 
 
 def score_logits(logits_TV: torch.Tensor, targets_T: torch.Tensor, rule: ScoreRule) -> Scores:
@@ -113,6 +116,29 @@ def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
 
 
+def chunk_rows(chunk: int, vocab: int) -> int:
+    """At most `chunk` rows, whose FP32 logits a GPU's kernels take even on one rank; whole CHUNK_STEPs if so many."""
+    most = (MOST_BYTES - 1) // (4 * max(vocab, 1))
+    return max(1, min(chunk, most - most % CHUNK_STEP if most >= CHUNK_STEP else most))
+
+
+def gradient_rows(chunk: int, vocab: int, width: int) -> int:
+    """Rows whose dlogits, of `width` bytes each, exist at one time: in twice the room of a chunk's logits.
+
+    More rows than a chunk, because a product for main_grad reads and writes all of it whatever the rows. Every split of
+    the vocabulary over ranks gives the same rows, and so the same sums.
+    """
+    return max(1, min(2 * 4 // width, (MOST_BYTES - 1) // max(1, chunk * vocab * width))) * chunk
+
+
+def _gradient_chunks(tokens: int, chunk: int, group: int) -> Iterator[slice]:
+    """Groups of whole chunks, and what is left over by itself: rows that are padded get copied."""
+    whole = tokens - tokens % chunk
+    yield from _chunks(whole, group)
+    if whole < tokens:
+        yield slice(whole, tokens)
+
+
 def _pick(logits_TV, offsets, ids_N, first_id, values_N=None) -> torch.Tensor:
     values_N = logits_TV.new_empty(ids_N.numel()) if values_N is None else values_N
     registry.call("pick_logits", logits_TV, logits_TV, offsets, ids_N, first_id, values_N)
@@ -142,6 +168,7 @@ def _score_chunks(hidden_TD, head_VD, picks: _Picks, rule: ScoreRule, comm: Comm
         _pick(logits_TV, picks.offsets[rows.start:rows.stop + 1], picks.ids_N, first_id, values_N)
         if rule.support is None:
             stats.append(_tile_stats(logits_TV, rule, VOCAB_TILES // comm.world, first_id))
+        del logits_TV  # before the next chunk's exist
     values_N = comm.all_reduce(values_N, values_N)  # exact: all ranks but the owner hold +0
     if rule.support is not None:
         return values_N, _finish(values_N, None, picks, rule)
@@ -160,7 +187,7 @@ class _Score(torch.autograd.Function):
     def forward(ctx, hidden_TD, head_VD, picks, rule, comm, chunk):
         values_N, (logprob_T, entropy_T, lse_T) = _score_chunks(hidden_TD, head_VD, picks, rule, comm, chunk)
         ctx.save_for_backward(hidden_TD, values_N, lse_T)
-        ctx.head, ctx.first_id = head_VD, comm.rank * head_VD.shape[0]
+        ctx.head, ctx.first_id, ctx.world = head_VD, comm.rank * head_VD.shape[0], comm.world
         ctx.picks, ctx.rule, ctx.chunk = picks, rule, chunk
         ctx.mark_non_differentiable(entropy_T)
         return logprob_T, entropy_T
@@ -170,14 +197,18 @@ class _Score(torch.autograd.Function):
         hidden_TD, values_N, lse_T = ctx.saved_tensors
         head_VD, first_id, picks, rule = ctx.head, ctx.first_id, ctx.picks, ctx.rule
         grad_T, head_grad_VD = grad_T.contiguous(), main_grad(head_VD)
-        dhidden_TD = torch.empty_like(hidden_TD)
-        for rows in _chunks(hidden_TD.shape[0], ctx.chunk):
-            hidden = hidden_TD[rows]
-            dlogits_TV = hidden.new_empty(hidden.shape[0], head_VD.shape[0])
+        dhidden_TD, tokens = torch.empty_like(hidden_TD), hidden_TD.shape[0]
+        group = gradient_rows(ctx.chunk, head_VD.shape[0] * ctx.world, hidden_TD.element_size())
+        room_TV = hidden_TD.new_empty(min(group, tokens), head_VD.shape[0])
+        for rows in _gradient_chunks(tokens, ctx.chunk, group):
+            hidden, dlogits_TV = hidden_TD[rows], room_TV[:rows.stop - rows.start]
             if rule.support is None:
-                logits_TV = linear_fp32(hidden, head_VD)
-                registry.call("tile_stats_backward", hidden, logits_TV, picks.targets_T[rows], lse_T[rows],
-                              grad_T[rows], first_id, rule.valid_vocab, rule.inv_temperature, dlogits_TV)
+                for part in _chunks(hidden.shape[0], ctx.chunk):
+                    logits_TV = linear_fp32(hidden[part], head_VD)
+                    registry.call("tile_stats_backward", hidden, logits_TV, picks.targets_T[rows][part],
+                                  lse_T[rows][part], grad_T[rows][part], first_id, rule.valid_vocab,
+                                  rule.inv_temperature, dlogits_TV[part])
+                    del logits_TV
             else:
                 registry.call("support_score_backward", hidden, values_N, picks.offsets[rows.start:rows.stop + 1],
                               picks.ids_N, picks.index_T[rows], lse_T[rows], grad_T[rows], first_id,

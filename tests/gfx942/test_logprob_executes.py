@@ -16,7 +16,9 @@ VARIANTS = {variant.label: variant for variant in logprob.variants(ARCH)}
 TILES = 64
 LANES = logprob.CONFIGS[ARCH]["stats"]["LANES"]
 INV_T = float(np.float32(1 / 0.7))
-WIDTHS = [LANES + 36, 2374, 1027, 12, 6, 5]  # multiples of 4, of 2 (Qwen3's 2374) and odd; several rounds and one
+HELD = logprob.CONFIGS[ARCH]["stats"]["HELD"]
+# multiples of 4, of 2 (Qwen3's 2374) and odd; several rounds, one, and more than stay in registers
+WIDTHS = [LANES + 36, 2374, 1027, 12, 6, 5, HELD * LANES + 36]
 
 
 def tile_stats(logits, tiles, valid=None, inv_t=INV_T, order="forward", **options):
@@ -103,6 +105,20 @@ def test_ids_beyond_the_tokenizer_change_nothing(width):
     assert same_bytes(got, tile_stats(masked, 3))
     exact = exact_states(logits[:, width:valid], 1)
     assert np.allclose(got[:, 1], exact[:, 0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [12, HELD * LANES + 36])
+def test_a_zeros_sign_changes_no_bit_and_minus_infinity_weighs_nothing(width):
+    logits = -np.abs(draw(9, 2, 3 * width))
+    logits[:, ::5], logits[:, 1::7] = 0.0, -np.inf
+    logits[:, ::width], logits[1, -width:] = 0.0, -np.inf
+    negative = np.where(logits == 0, np.float32(-0.0), logits)
+    got = tile_stats(logits, 3)
+    assert same_bytes(tile_stats(negative, 3), got)
+    assert same_bytes(got[:, :, 0].copy(), np.array([[0, 0, 0], [0, 0, -np.inf]], np.float32))
+    assert np.all(got[1, 2] == [-np.inf, 0, 0])
+    kept = np.where(np.isinf(logits), np.float32(-1e4), logits)  # its e is zero too
+    assert same_bytes(got[:, :2].copy(), tile_stats(kept, 3)[:, :2].copy())
 
 
 @pytest.mark.parametrize("T", [1, 3, 65])

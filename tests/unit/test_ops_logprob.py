@@ -1,5 +1,7 @@
 """Log-prob: one value, whoever computes it. Bits are compared as bytes; values against float64."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,8 @@ from hypothesis import strategies as st
 
 from rlk.collectives import LocalCommunicator
 from rlk.errors import CheckFailed
-from rlk.ops.gemm import linear_fp32
-from rlk.ops.logprob import ScoreRule, score, score_logits
+from rlk.ops.gemm import gemm_dw_cpu, linear_fp32, linear_fp32_cpu
+from rlk.ops.logprob import ScoreRule, chunk_rows, gradient_rows, score, score_logits
 from rlk.ops.registry import registry
 from rlk.ops.sampler import sample
 from rlk.rollout.engine import SamplingParams
@@ -274,6 +276,41 @@ def test_a_frozen_head_needs_no_gradient_buffer():
     hidden_TD.requires_grad_()
     score(hidden_TD, head_VD, torch.zeros(7, dtype=torch.int64), ScoreRule(1.0, 256), LOCAL)[0].sum().backward()
     assert hidden_TD.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_one_chunks_logits_exist_at_a_time_and_a_weight_gradient_takes_several_chunks(top_p):
+    hidden_TD, head_VD = problem(tokens=11, dtype=torch.bfloat16)
+    result, rule = draw(hidden_TD, head_VD, SamplingParams(temperature=0.7, top_p=top_p), 250)
+    hidden_TD.requires_grad_()
+    head_VD.requires_grad_().main_grad = torch.zeros(head_VD.shape)
+    made, rows = [], []
+
+    def watched_logits(x_MK, w_NK):
+        assert not [None for logits in made if logits() is not None]
+        logits = linear_fp32_cpu(x_MK, w_NK)
+        made.append(weakref.ref(logits))
+        return logits
+
+    def watched_gradient(dy_MN, x_MK, main_grad_NK):
+        rows.append(dy_MN.shape[0])
+        gemm_dw_cpu(dy_MN, x_MK, main_grad_NK)
+
+    with registry.override("linear_fp32", watched_logits), registry.override("gemm_dw", watched_gradient):
+        score(hidden_TD, head_VD, result.tokens, rule, LOCAL, chunk_tokens=2)[0].sum().backward()
+    assert len(made) == (12 if rule.support is None else 6)
+    assert rows == [8, 2, 1]
+
+
+@pytest.mark.parametrize(("chunk", "columns", "width", "rows"), [
+    (1024, 151_936, 2, 4096), (1024, 151_936, 4, 2048), (1024, 262_144, 2, 3072), (1024, 2**21, 2, 1024)])
+def test_a_gradients_rows_fill_the_room_of_two_chunks_below_2_gib(chunk, columns, width, rows):
+    assert gradient_rows(chunk, columns, width) == rows
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(500, 2048), (151_936, 2048), (262_144, 1792), (2**21, 255), (2**30, 1)])
+def test_a_chunks_logits_stay_below_2_gib_on_one_rank(vocab, rows):
+    assert chunk_rows(2048, vocab) == rows and (rows == 1 or 4 * rows * vocab < 2**31)
 
 
 # ---- errors and edges ----
