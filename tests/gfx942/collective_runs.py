@@ -380,8 +380,8 @@ def sum_of_squares(x: np.ndarray, wave: int) -> np.float32:
     return of_wave[0]
 
 
-def random_job(rng, world: int, wave: int, previous_slot: int, sizes: Sizes) -> Job:
-    """Any call that may follow one in `previous_slot`."""
+def random_job(rng, world: int, wave: int, previous_slot: int, sizes: Sizes, most_rows: int = MOST_GROUPS) -> Job:
+    """Any call that may follow one in `previous_slot`. most_rows: of a norm, each a workgroup of every rank."""
     dtype = int(rng.choice(list(STORED)))
     most = sizes.direct // 4
     count = int(rng.choice([0, 1, 5, 16, int(rng.integers(1, most))]))
@@ -396,6 +396,6 @@ def random_job(rng, world: int, wave: int, previous_slot: int, sizes: Sizes) -> 
         return barrier(world)
     if kind == 3:
         D = int(rng.integers(1, min(sizes.slice, sizes.push) // 64 + 1)) * 16
-        T = int(rng.integers(0, min(sizes.direct // (4 * D), MOST_GROUPS) + 1))
+        T = int(rng.integers(0, min(sizes.direct // (4 * D), most_rows) + 1))
         return norm(rng, world, wave, T, D, slot, int(rng.choice([ONE_SHOT, PUSHED])))
     return all_reduce(rng, world, dtype, count, int(rng.integers(3)), slot, in_place=bool(rng.integers(2)))

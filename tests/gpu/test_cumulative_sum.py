@@ -1,4 +1,4 @@
-"""The cumulative scan on this GPU: torch.cumsum's raw bits, on 10,000 rows and more."""
+"""The cumulative scan on this GPU: torch.cumsum's raw bits, on 10,000 rows of each kind."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from rlk.rollout.engine import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 COLUMNS = (4096, 32_000, 151_936, 152_064)
-ROWS_EACH = 2600  # of each width: 10,400 in all
+SIZES = [*scan.ROWS] * 10  # of the matrices that are cut from one draw
+DRAWS = 10  # of each kind and width: 10,800 rows of each kind
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +50,12 @@ def make(kind, rows, columns, generator):
 KINDS = ("uniform", "softmaxed", "sorted", "peaked", "denormal", "signed", "infinite")
 
 
+def differing(a, b):
+    return (a.view(torch.int32) != b.view(torch.int32)).sum()
+
+
 def unequal(a, b):
-    return int((a.view(torch.int32) != b.view(torch.int32)).sum())
+    return int(differing(a, b))
 
 
 def test_this_torch_is_verified():
@@ -59,29 +64,37 @@ def test_this_torch_is_verified():
     assert found and found[0]["equal"] and found[0]["unequal"] == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_random_rows_have_the_bits_of_torch(columns):
-    generator, done, wrong = torch.Generator("cuda").manual_seed(columns), 0, 0
-    while done < ROWS_EACH:
-        for kind in KINDS:
-            rows = 2 + done % 6
-            x = make(kind, rows, columns, generator)
-            wrong += unequal(scan.cumulative_sum_tiled(x), torch.cumsum(x, 1))
-            done += rows
-    assert wrong == 0
+def test_random_rows_have_the_bits_of_torch(columns, kind):
+    generator, wrong = torch.Generator("cuda").manual_seed(columns), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(DRAWS):
+        for x in make(kind, sum(SIZES), columns, generator).split(SIZES):
+            assert scan.guarded(x)
+            wrong += differing(scan.cumulative_sum_tiled(x), torch.cumsum(x, 1))
+    assert int(wrong) == 0
 
 
-@pytest.mark.parametrize("columns", [4096, 4097, 5000, 152_064])
+def test_the_comparison_catches_another_order():
+    x = make("softmaxed", 7, 152_064, torch.Generator("cuda").manual_seed(0))
+    backwards = x.flip(1).cumsum(1).flip(1)
+    assert torch.allclose(x.cumsum(1)[:, -1], backwards[:, 0], rtol=1e-4)
+    assert unequal(x.cumsum(1)[:, -1], backwards[:, 0]) > 0 and unequal(torch.zeros(4), -torch.zeros(4)) == 4
+
+
+@pytest.mark.parametrize("columns", [*COLUMNS, 4095, 4097, 5000])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33, 64])
 def test_every_batch_gets_torchs_bits_and_the_readback_says_from_where(rows, columns):
-    x = make("softmaxed", rows, columns, torch.Generator("cuda").manual_seed(rows))
-    before = calls("hip"), calls("torch")
-    y = scan.cumulative_sum(x)
-    if rows > 1:  # of one long row torch itself gives other bits from call to call: its blocks race for the prefix
-        assert unequal(y, torch.cumsum(x, 1)) == 0
-    torch.testing.assert_close(y.double(), x.double().cumsum(1), rtol=1e-4, atol=1e-6)
-    tiled = rows in scan.ROWS
-    assert (calls("hip") - before[0], calls("torch") - before[1]) == (int(tiled), int(not tiled))
+    for kind in KINDS:
+        x = make(kind, rows, columns, torch.Generator("cuda").manual_seed(rows))
+        before = calls("hip"), calls("torch")
+        y = scan.cumulative_sum(x)
+        if rows > 1:  # of one long row torch itself gives other bits from call to call: its blocks race for the prefix
+            assert unequal(y, torch.cumsum(x, 1)) == 0, kind
+        if kind == "softmaxed":
+            torch.testing.assert_close(y.double(), x.double().cumsum(1), rtol=1e-4, atol=1e-6)
+        tiled = rows in scan.ROWS and columns >= scan.LEAST_COLUMNS
+        assert (calls("hip") - before[0], calls("torch") - before[1]) == (int(tiled), int(not tiled)), kind
 
 
 def test_what_is_outside_the_guard_is_torchs():

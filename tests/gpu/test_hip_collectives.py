@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import functools
 import itertools
 
 import numpy as np
@@ -21,14 +20,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 WORLDS = (1, 2, 4, 8)
 ROUTES = (runs.ONE_SHOT, runs.TWO_SHOTS, runs.PUSHED)
-MOST_PUSHED = runs.MOST_GROUPS * runs.LEAST_SLICE
+
+ON_ONE_GPU = 128  # workgroups of all ranks that one GPU runs at a time, one on each multiprocessor; the ranks' wait
 
 
-@functools.cache
-def streams_of(device):
-    """One for each rank, made one after the other and used by every group: a device has few hardware queues, and of two
-    streams that came to share one the second would wait for the first, which waits for it."""
-    return [torch.cuda.Stream(device) for _ in range(max(WORLDS))]
+def most_groups(world, spread):
+    """Workgroups of one rank's call that may wait for those of the others."""
+    return runs.MOST_GROUPS if spread else ON_ONE_GPU // world
 
 
 class GpuGroup:
@@ -43,7 +41,7 @@ class GpuGroup:
         self.segments = [torch.zeros(segment, dtype=torch.uint8, device=d) for d in self.devices]
         self.progresses = [torch.zeros(progress, dtype=torch.uint8, device=d) for d in self.devices]
         self.raw_records = [torch.zeros(record, dtype=torch.uint8).pin_memory() for _ in self.devices]
-        self.streams = [streams_of(d)[rank] for rank, d in enumerate(self.devices)]
+        self.streams = [torch.cuda.Stream(d) for d in self.devices]
         self.ranks = runs.all_ranks([s.data_ptr() for s in self.segments], self.sizes, timeout_s,
                                     [r.data_ptr() for r in self.raw_records])
         self._load_kernels()
@@ -146,12 +144,13 @@ def test_sum_over_ranks_is_the_tree(dtype, world, route, spread):
     group, rng = make_group(world, spread), np.random.default_rng(world)
     counts = [1, 7, 4096, 32768, 0, 100_003, 2_000_001]
     if world > 2 and not spread:
-        del counts[-2:]  # workgroups that wait for each other have to fit on one GPU at one time
+        del counts[-2:]  # more than ON_ONE_GPU
+    most = max(counts)
+    if route == runs.PUSHED:
+        most = most_groups(world, spread) * runs.LEAST_SLICE // STORED[dtype].itemsize
     for k, count in enumerate(counts):
-        if route == runs.PUSHED:
-            count = min(count, MOST_PUSHED // STORED[dtype].itemsize)
-        group.check(runs.all_reduce(rng, world, dtype, count, route, in_place=k % 2 == 1))
-    group.check(*(runs.all_reduce(rng, world, dtype, 30_001, route, slot=k % 2) for k in range(4)))
+        group.check(runs.all_reduce(rng, world, dtype, min(count, most), route, in_place=k % 2 == 1))
+    group.check(*(runs.all_reduce(rng, world, dtype, min(30_001, most), route, slot=k % 2) for k in range(4)))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -159,7 +158,7 @@ def test_mixed_calls_queue_up_in_any_order(world, spread):
     group, rng, slot = make_group(world, spread, direct_bytes=1 << 16), np.random.default_rng(world), NO_SLOT
     jobs = []
     for _ in range(100):
-        jobs.append(runs.random_job(rng, world, wave(), slot, group.sizes))
+        jobs.append(runs.random_job(rng, world, wave(), slot, group.sizes, most_groups(world, spread)))
         slot = jobs[-1].slot
     group.check(*jobs)
 
@@ -238,7 +237,7 @@ def test_no_read_is_torn_in_a_million_generations(world, route, spread):
         pytest.skip("needs a GPU for each rank: torch's kernels between the calls wait for workgroups that spin")
     group, rng = make_group(world, spread, slice_bytes=128), np.random.default_rng(0)
     per_group = 1 if route == runs.PUSHED else 32 * (1 + (route == runs.TWO_SHOTS))
-    count = (MOST_PUSHED // 4) if route == runs.PUSHED else runs.MOST_GROUPS * 32 * 32
+    count = runs.MOST_GROUPS * runs.LEAST_SLICE // 4 if route == runs.PUSHED else runs.MOST_GROUPS * 32 * 32
     calls, rounds = 25, 1_000_000 // (runs.MOST_GROUPS * per_group * 25) + 1
     jobs = [runs.all_reduce(rng, world, FLOAT32, count, route) for _ in range(2)]
     buffers = [[group.buffers(rank, job) for job in jobs] for rank in range(world)]

@@ -1,5 +1,7 @@
 """The sampler on this GPU: the sets and tokens of the CPU's, the log-probs of the scorer, eager and in graphs."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -45,11 +47,38 @@ def same(drawn, other):
     return drawn[1] is None or all(torch.equal(a, b) for a, b in zip(drawn[1], other[1], strict=True))
 
 
+def native_sets(logits, params):
+    """Which ids the native sampler keeps, bool [B, V]."""
+    registry.set_mode("native")
+    try:
+        return sampler._retain(logits / params.temperature, params).isfinite()
+    finally:
+        registry.set_mode("consistency")
+
+
 @pytest.mark.parametrize("nucleus", NUCLEI, ids=str)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_sets_and_tokens_are_those_of_the_cpu(temperature, nucleus):
     params = SamplingParams(**nucleus, temperature=temperature, seed=77)
     assert same(*drawn_by_both(make_logits(5), params, VALID))
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("ids, dropped", [(4, 1), (4, 2), (4, 3), (4096, 1), (4096, 1000), (65_536, 40_000),
+                                          (65_536, 65_535)])
+def test_top_p_drops_up_to_and_with_the_sum_that_meets_its_limit(ids, dropped, temperature):
+    """Of 2^k equal probabilities every sum is exact: at top_p = 1 - dropped / 2^k that many fall, a step above it one
+    fewer. Here, on the CPU, and in the native sampler."""
+    there = torch.arange(ids) * 2 + 1  # the others have no probability
+    logits = torch.full((3, COLUMNS), -torch.inf)
+    logits[:, there] = torch.tensor([[0.0], [3.0], [-7.0]])
+    for step, fall in ((-2.0**-24, dropped), (0.0, dropped), (2.0**-24, dropped - 1)):
+        params = SamplingParams(top_p=1 - dropped / ids + step, temperature=temperature, seed=5)
+        gpu, cpu = drawn_by_both(logits, params, VALID)
+        assert same(gpu, cpu)
+        native = native_sets(logits.cuda(), params).cpu()
+        for row, kept in enumerate(gpu[1][1].split(gpu[1][0].diff().tolist())):
+            assert torch.equal(kept.long(), there[fall:]) and torch.equal(native[row].nonzero()[:, 0], there[fall:])
 
 
 @pytest.mark.parametrize("columns, valid", [(COLUMNS, COLUMNS), (152_064, 152_064), (32_000, 31_999), (4097, 4097),
@@ -148,8 +177,10 @@ def test_a_replayed_graph_gives_the_bytes_of_eager_draws(params):
     check_steps(graph_sampler.read(), inputs, params)
 
 
-def test_rows_of_one_graph_may_differ_and_change():
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_rows_of_one_graph_may_differ_and_change(temperature):
     each = [SamplingParams(top_p=0.5), SamplingParams(top_k=40, seed=9), SamplingParams(min_p=0.1, top_p=0.9)]
+    each = [dataclasses.replace(params, temperature=temperature) for params in each]
     logits, (uids, positions) = make_logits(3).cuda(), keys(3, "cuda")
     graph_sampler = gpu_sampler.GpuSampler(3, COLUMNS, VALID, each, steps=4, log_words=1 << 20, device=logits.device)
     graph_sampler.step(logits, uids, positions)
