@@ -149,7 +149,9 @@ def validate(directory: str) -> int:
 @rlk.command("init-model")
 @click.argument("directory", type=click.Path())
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights and of the warm start.")
-def init_model(directory: str, seed: int) -> int:
+@click.option("--head-dim", type=int, default=16, show_default=True, metavar="N",
+              help="Elements of an attention head: a multiple of 16 up to 128; for a GPU 64 or 128.")
+def init_model(directory: str, seed: int, head_dim: int) -> int:
     """Create a tiny Qwen3 and prompts for it: DIRECTORY/model and DIRECTORY/prompts.jsonl.
 
     Nothing is downloaded. The model gets a short supervised warm start on its task (adding two digits, the sum in
@@ -157,9 +159,10 @@ def init_model(directory: str, seed: int) -> int:
     """
     from rlk.model.tiny import create_tiny
 
-    create_tiny(directory, seed)
+    create_tiny(directory, seed, head_dim)
+    profile = "gpu-tiny" if head_dim in (64, 128) else "cpu-tiny"
     click.echo(f"wrote {directory}/model and {directory}/prompts.jsonl; train with\n"
-               f"    rlk run --profile cpu-tiny --model {directory}/model --prompts {directory}/prompts.jsonl")
+               f"    rlk run --profile {profile} --model {directory}/model --prompts {directory}/prompts.jsonl")
     return 0
 
 

@@ -132,6 +132,11 @@ def available_memory(device: str, ranks_here: int) -> int:
     return free // ranks_here
 
 
+def peak_memory(device: torch.device) -> int:
+    """The most bytes of tensors on this GPU so far, without the driver's and the collectives' own; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
 def _number(path: Path) -> int | None:
     """A cgroup's figure; None where there is no such file or no limit ("max")."""
     try:

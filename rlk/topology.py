@@ -6,10 +6,12 @@ rank = (dp_rank * cp + cp_rank) * tp + tp_rank. An engine is rollout_tp consecut
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from rlk.collectives import Communicator
@@ -120,8 +122,29 @@ class Groups:
         for communicator in self._all():
             communicator.close()
 
+    def transports(self) -> dict[str, str]:
+        """What carries each group's collectives: "local", "shm", "ipc" or "process_group"."""
+        return {name: getattr(self, name).name for name in ("tp", "cp", "grad", "rollout", "world")}
+
     def _all(self) -> tuple[Communicator, ...]:
         return self.rollout, self.cp, self.grad, self.tp, self.world
+
+
+def own_device(device: str) -> torch.device:
+    """This rank's place: the CPU, or for "cuda" the GPU of torchrun's LOCAL_RANK, which becomes the current one.
+
+    Raises UsageError where this node has no such GPU.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if place >= gpus:
+        remedy = "start fewer ranks on this node, or use --device cpu" if gpus else "use --device cpu"
+        raise UsageError(f"--device cuda puts the rank with LOCAL_RANK {place} on GPU {place} of its node, but torch "
+                         f"sees {gpus} GPUs there, expected at least {place + 1}: {remedy}")
+    gpu = torch.device(device, place)
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
 def connect(topology: Topology, device: str, mode: str, timeout_s: float) -> Groups:

@@ -22,11 +22,14 @@ import torch.distributed as dist
 from rlk.config import RunConfig, resolve
 from rlk.doctor import check_rendezvous
 from rlk.errors import CheckFailed, UsageError
+from rlk.launcher import load_env_file
+from rlk.ops.kernel_objects import kernel_objects
 from rlk.preflight import check_layout, preflight
 from rlk.profiles import default_profile
 
 JOIN_TIMEOUT = timedelta(minutes=10)  # rank 0 may be creating the tiny model, or tokenizing a long prompt file
 REPORT_SECONDS = 1.0  # ranks that fail together wait this long to hear what the others report
+DEMOS = {"build/tiny": 16, "build/tiny-gpu": 64}  # the demos' directories and head dims, of the *-tiny profiles
 USAGE_KEY = "rlk/usage-error"  # in the store once a rank reported bad input
 
 
@@ -41,12 +44,18 @@ def run_rank(profile: str, command_line: Mapping[str, Any]) -> int:
         return error.exit_status
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=JOIN_TIMEOUT))
     try:
-        config, sources = agree(store, rank, world, propose(profile, command_line, world))
+        mine = propose(profile, command_line, world)
+        if "config" in mine:  # under torchrun nobody else has; CUDA and NCCL read them when they start
+            os.environ |= load_env_file(mine["config"]["device"]) | os.environ
+        config, sources = agree(store, rank, world, mine)
+        if os.environ.get("LOCAL_RANK") == "0":
+            kernel_objects(config.device)  # of this host: rank 0 may be on another. The others wait in the next line
         backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.PrefixStore("run", store), rank=rank, world_size=world)
         from rlk.train.trainer import run  # here: bad input is answered without waiting for what training imports
 
         run(config, sources)
+        dist.destroy_process_group()  # NCCL asks for it
         return 0
     except (UsageError, CheckFailed) as error:
         return report(store, rank, world, error)
@@ -84,7 +93,7 @@ def agree(store: dist.Store, rank: int, world: int, mine: dict[str, Any]) -> tup
 
 
 def decide(proposals: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's part: compare the ranks, name the run directory, create the demo's model, check all input."""
+    """Rank 0's part: compare the ranks, name the run directory, make what is missing, check all input."""
     first = proposals[0]
     for rank, other in enumerate(proposals):
         if "error" in other:
@@ -100,18 +109,20 @@ def decide(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     check_layout(config, len(proposals))
     create_demo_input(config)
     preflight(config, len(proposals), config.nproc)
+    kernel_objects(config.device)  # built here, if at all on this host; other hosts build when they hear the verdict
     return {"config": asdict(config), "sources": sources}
 
 
 def create_demo_input(config: RunConfig) -> None:
-    """Make the tiny model and its prompts when they are asked for by their default names and are not there yet."""
-    defaults = RunConfig()
-    if (config.model, config.prompts) == (defaults.model, defaults.prompts) and not Path(config.model).exists():
+    """Make the tiny model and its prompts when they are asked for by the demos' names and are not there yet."""
+    directory = Path(config.model).parent
+    head_dim = DEMOS.get(directory.as_posix())
+    demo = (config.model, config.prompts) == (f"{directory}/model", f"{directory}/prompts.jsonl")
+    if head_dim and demo and not Path(config.model).exists():
         from rlk.model.tiny import create_tiny
 
-        directory = Path(config.model).parent
         print(f"creating a tiny Qwen3 and its prompts in {directory} (once, under a minute)", flush=True)
-        create_tiny(directory)
+        create_tiny(directory, head_dim=head_dim)
 
 
 def report(store: dist.Store, rank: int, world: int, error: UsageError | CheckFailed) -> int:

@@ -31,7 +31,8 @@ def make_readback(rank: int, mode: str = "consistency") -> dict:
     call = {"op": "linear", "backend": "cpu" if contract else "reference", "device": "cpu", "dtype": "float32",
             "contract": contract, "calls": 7}
     return {"rank": rank, "world": 2, "mode": mode, "architecture": "cpu",
-            "contract_fingerprint": CONTRACT.fingerprint, "fallbacks": 0 if contract else 7, "calls": [call]}
+            "contract_fingerprint": CONTRACT.fingerprint, "collectives": {"tp": "shm"},
+            "fallbacks": 0 if contract else 7, "calls": [call]}
 
 
 def write_run(path: Path, mode: str = "consistency", steps: int = 2, unequal: int = 0) -> RunDirectory:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from rlk.ops.registry import Registry
 
 
-def make_readback(registry: Registry, rank: int, world: int, architecture: str, fingerprint: str) -> dict:
+def make_readback(registry: Registry, rank: int, world: int, architecture: str, fingerprint: str,
+                  collectives: dict[str, str]) -> dict:
     """One rank's record, for readback/rank-*.json. `fingerprint` is the contract's.
+
+    `collectives` names what carried them, group by group: the bits are the same, the speed is not.
 
     `calls` has one entry per operator, backend, device and dtype; `fallbacks` counts the calls that ran outside the
     contract (in native mode, all of them). `probes` says for each library call that a probe compared with our own
@@ -19,6 +22,7 @@ def make_readback(registry: Registry, rank: int, world: int, architecture: str, 
         "mode": registry.mode,
         "architecture": architecture,
         "contract_fingerprint": fingerprint,
+        "collectives": collectives,
         "fallbacks": sum(row["calls"] for row in calls if not row["contract"]),
         "calls": calls,
         "probes": registry.probes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,10 @@ MOST_STEPS = 200  # of the warm start; it takes about a third of them
 LEARNING_RATE = 1e-3
 
 
-def create_tiny(directory: str | Path, seed: int = 0) -> None:
+def create_tiny(directory: str | Path, seed: int = 0, head_dim: int = CONFIG.head_dim) -> None:
     """Write <directory>/model (a Hugging Face checkpoint in FP32) and <directory>/prompts.jsonl.
 
+    head_dim: elements of an attention head; GPUs serve 64 and 128, a CPU all that ModelConfig allows.
     Takes some seconds of one core. The same seed gives the same bytes. Raises UsageError when <directory>/model is
     there already.
     """
@@ -53,7 +55,8 @@ def create_tiny(directory: str | Path, seed: int = 0) -> None:
     model_directory = directory / "model"
     if model_directory.exists():
         raise UsageError(f"{model_directory} exists already; choose another directory or remove it")
-    model = Qwen3(CONFIG, torch.float32)
+    config = replace(CONFIG, head_dim=head_dim)
+    model = Qwen3(config, torch.float32)
     _random_weights(model, seed)
     _warm_start(model)
     partial = directory / ".model.partial"
@@ -61,7 +64,7 @@ def create_tiny(directory: str | Path, seed: int = 0) -> None:
     with disk_errors(directory):
         partial.mkdir(parents=True)
         write_tokenizer(partial)
-        write_checkpoint(partial, CONFIG, gather_full(model))
+        write_checkpoint(partial, config, gather_full(model))
         lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in sums()]
         (directory / "prompts.jsonl").write_text("".join(lines))
         partial.rename(model_directory)

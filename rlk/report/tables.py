@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+GIB = 1 << 30
 ENDS = 5  # steps averaged at either end of a run
 
 
@@ -30,6 +31,8 @@ def verdict_table(run_dir: str, summary: dict, metrics: list[dict]) -> str:
         ("log-probs", f"{summary['compared']:,} compared, {summary['unequal']:,} unequal"),
         ("with replicas", f"{summary['replicas_compared']:,} compared, {summary['replicas_unequal']:,} unequal"),
     ]
+    if peak := max((line.get("peak_memory_bytes", 0) for line in metrics), default=0):
+        rows.append(("peak memory", f"{peak / GIB:.2f} GiB of tensors, on the fullest GPU"))
     if first := summary["first_unequal"]:
         rows.append(("first unequal", f"step {first['step']}, sample {first['sample']}, position {first['position']}: "
                                       f"rollout {first['rollout_bits']}, train {first['train_bits']}"))

@@ -9,6 +9,7 @@ Legend: R scored rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 
 import torch
 
@@ -48,12 +49,11 @@ class Fault:
         offsets, ids = support
         local_RV = linear_fp32(hidden_RD.detach(), model.parameters["lm_head"].detach())
         logits_RV = comm.all_gather(local_RV).transpose(0, 1).flatten(1)
-        keep = torch.ones(len(ids), dtype=torch.bool)
-        for row, target in enumerate(targets_R.tolist()):
-            begin, end = int(offsets[row]), int(offsets[row + 1])
-            least = begin + int(logits_RV[row, ids[begin:end].long()].argmin())
-            keep[least] = int(ids[least]) == target
-        kept_before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.long().cumsum(0)])
+        keep = torch.ones_like(ids, dtype=torch.bool)
+        for row, (target, (begin, end)) in enumerate(zip(targets_R, pairwise(offsets.tolist()), strict=True)):
+            least = begin + logits_RV[row, ids[begin:end].long()].argmin()
+            keep[least] = ids[least] == target
+        kept_before = torch.cat([offsets[:1], keep.long().cumsum(0)])  # offsets begin with 0
         return kept_before[offsets], ids[keep]
 
 

@@ -45,11 +45,11 @@ def sample_weights(lengths_N: np.ndarray, use_N: np.ndarray) -> np.ndarray:
 
 @dataclass
 class LossTerms:
-    """One micro-batch's sums; sums over micro-batches and ranks give the batch's figures."""
+    """One micro-batch's sums, where it was computed; over micro-batches and ranks they give the batch's figures."""
 
     loss: torch.Tensor  # scalar FP32, differentiable
-    kl: float  # weighted sum of the k3 estimate
-    clipped: int  # tokens whose ratio was clipped
+    kl: torch.Tensor  # scalar FP32: weighted sum of the k3 estimate
+    clipped: torch.Tensor  # scalar int64: tokens whose ratio was clipped
 
 
 def grpo_loss(logprob_R: torch.Tensor, old_logprob_R: torch.Tensor, reference_logprob_R: torch.Tensor | None,
@@ -62,10 +62,10 @@ def grpo_loss(logprob_R: torch.Tensor, old_logprob_R: torch.Tensor, reference_lo
     clipped_R = ratio_R.clamp(1 - clip_low, 1 + clip_high)
     surrogate_R = torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
     per_token_R = -surrogate_R
-    kl = 0.0
+    kl = logprob_R.new_zeros(())
     if reference_logprob_R is not None:
         log_ratio_R = torch.where(active_R, reference_logprob_R - logprob_R, 0.0)
         kl_R = torch.exp(log_ratio_R) - log_ratio_R - 1  # k3: unbiased for KL(policy || reference), never negative
         per_token_R = per_token_R + kl_coef * kl_R
-        kl = float((kl_R.detach() * weight_R).sum())
-    return LossTerms((per_token_R * weight_R).sum(), kl, int((ratio_R != clipped_R).sum()))
+        kl = (kl_R.detach() * weight_R).sum()
+    return LossTerms((per_token_R * weight_R).sum(), kl, (ratio_R != clipped_R).sum())

@@ -7,6 +7,7 @@ weights into its slice of the one weight storage, and an all-gather in place com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -55,13 +56,13 @@ class ShardedAdamW:
         grad = self.grad_comm.reduce_scatter(self.model.grads)
         self.model.grads.zero_()
         norm = self._global_norm(grad)
-        if torch.isfinite(torch.tensor(norm)):
+        if math.isfinite(norm):
             self._update(grad, min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0)
         return norm
 
     def _global_norm(self, grad: torch.Tensor) -> float:
         mine = torch.tensor([sum(sum_squares(grad[piece]) for piece, _, counts in self._pieces if counts)],
-                            dtype=torch.float64)
+                            dtype=torch.float64, device=grad.device)
         by_rank = self.tp_comm.all_gather(self.grad_comm.all_gather(mine))
         return sum(by_rank.flatten().tolist()) ** 0.5  # added in rank order
 

@@ -11,7 +11,7 @@ Legend: T this rank's rows, U the pack's rows, R scored rows of this rank, H/G q
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -76,9 +76,15 @@ class Pack:
     offset_R: np.ndarray  # its position in that sample's response
     support: tuple[torch.Tensor, torch.Tensor] | None  # CSR of the retained sets of the scored rows
 
+    def to(self, device: torch.device) -> Pack:
+        """The pack for a model on `device`; what attention is cut by (segments, key_starts) stays on the host."""
+        names = ("tokens_T", "positions_T", "rows_R", "targets_R")
+        support = self.support and tuple(part.to(device) for part in self.support)
+        return replace(self, support=support, **{name: getattr(self, name).to(device) for name in names})
+
 
 def make_pack(trajectories: Sequence[Trajectory], samples: list[int], cp: int, cp_rank: int) -> Pack:
-    """Lay out the given trajectories as one pack and cut this context-parallel rank's rows out of it."""
+    """Lay out the given trajectories as one pack on the host, and cut this context-parallel rank's rows out of it."""
     chosen = [trajectories[i] for i in samples]
     whole = [np.concatenate([t.prompt_tokens, t.tokens]).astype(np.int64) for t in chosen]
     lengths = [len(w) - 1 for w in whole]
@@ -138,10 +144,10 @@ class PackContext:
         self.positions_T = pack.positions_T
         self._pack, self._cp = pack, cp_comm
         if cp_comm.world > 1:
-            rows = len(pack.tokens_T) * cp_comm.world
+            rows, device = len(pack.tokens_T) * cp_comm.world, pack.tokens_T.device
             gathered = np.concatenate([zigzag_rows(rows, cp_comm.world, r) for r in range(cp_comm.world)])
-            self._gathered_rows = torch.from_numpy(gathered)  # pack row of each gathered row
-            self._pack_order = torch.from_numpy(np.argsort(gathered))
+            self._gathered_rows = torch.from_numpy(gathered).to(device)  # pack row of each gathered row
+            self._pack_order = torch.from_numpy(np.argsort(gathered)).to(device)
 
     def attend(self, layer: int, q_THE: torch.Tensor, k_TGE: torch.Tensor, v_TGE: torch.Tensor) -> torch.Tensor:
         if self._cp.world > 1:

@@ -28,11 +28,12 @@ from rlk.model.qwen3 import Qwen3
 from rlk.model.weights import load_model, reshard_into, save_model
 from rlk.ops.kernel_objects import kernel_fingerprint
 from rlk.ops.registry import registry
+from rlk.plan import peak_memory
 from rlk.preflight import preflight
 from rlk.report.metrics import StepMetrics
 from rlk.rollout.engine import Engine, SamplingParams, Trajectory
 from rlk.rollout.paged.engine import PagedEngine
-from rlk.topology import Groups, Topology, connect
+from rlk.topology import Groups, Topology, connect, own_device
 from rlk.train.evidence import Evidence
 from rlk.train.faults import Fault
 from rlk.train.grpo import LossTerms
@@ -56,7 +57,10 @@ class Clock:
 
 @dataclass
 class Figures:
-    """One rank's sums over a step; added up over the gradient group for the report."""
+    """One rank's sums over a step; added up over the gradient group for the report.
+
+    What `add` was given is on the model's device until `settle` fetches all of it at once; a rank may have no packs.
+    """
 
     loss: float = 0.0
     kl: float = 0.0
@@ -64,13 +68,23 @@ class Figures:
     entropy: float = 0.0
     tokens: int = 0
     grad_norm: float = 0.0  # of the last optimizer step, global already
+    peak_memory: int = 0  # bytes, on a GPU
+    waiting: list[torch.Tensor] = field(default_factory=list)  # float64 [4] of each micro-batch
 
     def add(self, terms: LossTerms, entropy_R: torch.Tensor) -> None:
-        self.loss += float(terms.loss.detach())
-        self.kl += terms.kl
-        self.clipped += terms.clipped
-        self.entropy += float(entropy_R.double().sum())
+        sums = terms.loss.detach(), terms.kl, terms.clipped, entropy_R.double().sum()
+        self.waiting.append(torch.stack([x.double() for x in sums]))
         self.tokens += len(entropy_R)
+
+    def settle(self, device: torch.device) -> None:
+        self.peak_memory = peak_memory(device)
+        sums = torch.stack(self.waiting).tolist() if self.waiting else []
+        for loss, kl, clipped, entropy in sums:
+            self.loss += loss
+            self.kl += kl
+            self.clipped += int(clipped)
+            self.entropy += entropy
+        self.waiting.clear()
 
 
 @dataclass(frozen=True)
@@ -183,6 +197,7 @@ class Run:
                verdict: StepVerdict, figures: Figures, clock: Clock) -> None:
         """One line of metrics on rank 0."""
         parts = all_gather_object(self.groups.world, (self.topology.tp_rank, figures))
+        peak = max(part.peak_memory for _, part in parts)
         parts = [part for tp_rank, part in parts if tp_rank == 0]
         if not self.evidence:
             return
@@ -201,6 +216,7 @@ class Run:
                 mean_response_tokens=float(lengths.mean()), max_response_tokens=int(lengths.max()),
                 truncated_fraction=float(np.mean([t.stop_reason == "length" for t in trajectories])),
                 reward_errors=rewards.errors, samples_in_loss=int(use_N.sum()),
+                **({"peak_memory_bytes": peak} if peak else {}),
             )), rewards.first_error)
 
     def finish(self) -> None:
@@ -210,7 +226,8 @@ class Run:
             directory = all_gather_object(self.groups.world, self.evidence and self.evidence.path / "model")[0]
             save_model(self.policy, directory, self.groups.world, self.config.model)
         readbacks = all_gather_object(self.groups.world, make_readback(
-            registry, self.topology.rank, self.topology.world, self.contract.architecture, self.contract.fingerprint))
+            registry, self.topology.rank, self.topology.world, self.contract.architecture, self.contract.fingerprint,
+            self.groups.transports()))
         if self.evidence:
             self.evidence.close(readbacks, finite)
 
@@ -225,7 +242,11 @@ def open_run(config: RunConfig, sources: dict[str, str], stack: ExitStack) -> Ru
     fault = Fault(config.inject_fault)
     registry.set_mode(config.mode)
     torch.manual_seed(config.seed)
-    torch.use_deterministic_algorithms(True)
+    # Some plain PyTorch operators of the native arm have no deterministic form on a GPU.
+    torch.use_deterministic_algorithms(True, warn_only=(config.device, config.mode) == ("cuda", "native"))
+    # Or torch fills every torch.empty, one more write of each result. tests/gpu poisons memory itself.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    device = own_device(config.device)  # before anything else of this rank is on a GPU
     ready = preflight(config, world, ranks_here)
     topology = Topology.plan(world, rank, config.tp, config.cp, config.engine_tp, ready.model)
     groups = connect(topology, config.device, config.mode, config.timeout)
@@ -237,12 +258,12 @@ def open_run(config: RunConfig, sources: dict[str, str], stack: ExitStack) -> Ru
     agree(contract, all_gather_object(groups.world, contract.as_dict()))
 
     def load(comm, shards: int = 1) -> Qwen3:
-        return load_model(config.model, dtype, config.device, comm, topology.leaves, shards=shards)
+        return load_model(config.model, dtype, device, comm, topology.leaves, shards=shards)
 
     policy = load(groups.tp, shards=groups.grad.world)
     policy.enable_training(recompute=config.recompute)
     shared = topology.rollout_tp == topology.tp
-    engine_model = policy if shared else Qwen3(policy.config, dtype, config.device, groups.rollout, topology.leaves)
+    engine_model = policy if shared else Qwen3(policy.config, dtype, device, groups.rollout, topology.leaves)
     if not shared:
         reshard_into(engine_model, policy)
     # Ranks of one engine schedule alike only with equal pages, and each saw other free memory.

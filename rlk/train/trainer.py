@@ -8,6 +8,7 @@ Legend: N samples of the step, T a pack's rows on this rank, R its rows that sco
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import numpy as np
@@ -107,6 +108,7 @@ class Trainer:
                 verdict, _ = run.audit(step, trajectories, scored)
             figures.grad_norm = run.optimizer.step()
             run.groups.check()
+        figures.settle(run.policy.device)
         return verdict, figures
 
     def loss(self, pack: Pack, logprob_R: torch.Tensor, old_N: list[np.ndarray] | None, advantage_N: np.ndarray,
@@ -117,17 +119,21 @@ class Trainer:
         old_R = logprob_R.detach()
         if old_N is not None:
             old_R = torch.tensor([old_N[i][offset] for i, offset in zip(sample_R, pack.offset_R, strict=True)])
-        return grpo_loss(logprob_R, old_R, self.reference_logprob(pack), torch.from_numpy(advantage_N[sample_R]),
-                         torch.from_numpy(weight_N[sample_R]), config.clip_low, config.clip_high, config.kl_coef)
+        old_R, advantage_R, weight_R = (x.to(logprob_R.device) for x in (
+            old_R, torch.from_numpy(advantage_N[sample_R]), torch.from_numpy(weight_N[sample_R])))
+        return grpo_loss(logprob_R, old_R, self.reference_logprob(pack), advantage_R, weight_R, config.clip_low,
+                         config.clip_high, config.kl_coef)
 
-    def packs(self, trajectories: list[Trajectory], chosen) -> list[Pack]:
-        """This rank's part of the chosen samples, as packs of at most max_tokens_per_gpu x cp tokens."""
+    def packs(self, trajectories: list[Trajectory], chosen) -> Iterator[Pack]:
+        """This rank's part of the chosen samples, as packs of at most max_tokens_per_gpu x cp tokens on its device."""
         topology = self.run.topology
         length = {i: len(trajectories[i].prompt_tokens) + len(trajectories[i].tokens) for i in map(int, chosen)}
         samples = list(length)
         mine = [samples[j] for j in balance([length[i] for i in samples], topology.dp)[topology.dp_rank]]
         packs = first_fit([length[i] for i in mine], self.config.max_tokens_per_gpu * topology.cp)
-        return [make_pack(trajectories, sorted(mine[j] for j in pack), topology.cp, topology.cp_rank) for pack in packs]
+        for pack in packs:
+            samples = sorted(mine[j] for j in pack)
+            yield make_pack(trajectories, samples, topology.cp, topology.cp_rank).to(self.run.policy.device)
 
     def score(self, model, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob and entropy (FP32 [R]) of the pack's response tokens, from tokens and retained sets only."""

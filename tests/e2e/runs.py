@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ("rollout_s", "train_s", "step_s", "reward_s", "peak_memory_bytes")
 
 
 def rlk(*arguments: str, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess:
@@ -17,11 +18,11 @@ def rlk(*arguments: str, timeout: float = 200, **environment: str) -> subprocess
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | environment)
 
 
-def run_options(tiny: Path, run_dir: Path, **options) -> list[str]:
-    """Arguments of a short run of the cpu-tiny profile; True and False are flags."""
+def run_options(tiny: Path, run_dir: Path, profile: str = "cpu-tiny", **options) -> list[str]:
+    """Arguments of a short run of a profile; True and False are flags."""
     chosen = dict(model=tiny / "model", prompts=tiny / "prompts.jsonl", run_dir=run_dir, steps=2,
                   rollout_batch_size=4, samples_per_prompt=4, global_batch_size=16, save_model=False) | options
-    arguments = ["run", "--profile", "cpu-tiny"]
+    arguments = ["run", "--profile", profile]
     for name, value in chosen.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -33,6 +34,19 @@ def run_options(tiny: Path, run_dir: Path, **options) -> list[str]:
 
 def metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def repeatable(run_dir: Path) -> list[dict]:
+    """The metrics without what a clock or the process's history decides."""
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in metrics(run_dir)]
+
+
+def forget_calls() -> None:
+    """For a run in the tests' own process, whose readback would tell of the tests before it."""
+    from rlk.ops.registry import registry
+
+    for backend in (backend for backends in registry._backends.values() for backend in backends):
+        backend.calls.clear()
 
 
 def audit(run_dir: Path) -> dict:

@@ -11,13 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.e2e.runs import ROOT, audit, metrics, rlk, run_options
-
-TIMES = ("rollout_s", "train_s", "step_s", "reward_s")
-
-
-def without_times(run_dir) -> list[dict]:
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in metrics(run_dir)]
+from tests.e2e.runs import ROOT, audit, metrics, repeatable, rlk, run_options
 
 
 def test_a_run_passes_and_validates_and_its_model_loads_elsewhere(tiny, tmp_path):
@@ -61,7 +55,7 @@ def test_the_same_command_twice_gives_the_same_tokens_losses_and_weights(tiny, t
     for name in ("a", "b"):
         done = rlk(*run_options(tiny, tmp_path / name, save_model=True, **options))
         assert done.returncode == 0, done.stderr
-    assert without_times(tmp_path / "a") == without_times(tmp_path / "b")
+    assert repeatable(tmp_path / "a") == repeatable(tmp_path / "b")
     for file in ("audit/step-00000.npz", "audit/step-00001.npz", "model/model.safetensors"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
     assert metrics(tmp_path / "a")[-1]["grad_norm"] > 0

@@ -77,7 +77,7 @@ def test_help_shows_every_command_and_option(call):
     (["run", "--mode", "strict"], "--mode is 'strict', expected one of consistency, native"),
     (["run", "--rollout-cp", "2"], "--rollout-cp is 2"),
     (["run", "--rollout-engine", "vllm"], "not in this build"),
-    (["run", "--profile", "gpu-tiny"], "no profile gpu-tiny (did you mean cpu-tiny?)"),
+    (["run", "--profile", "gpu-tine"], "no profile gpu-tine (did you mean gpu-tiny?)"),
     (["run", "--global-batch-size", "100"], "--global-batch-size is 100, expected a divisor of 128"),
     (["validate"], "Missing argument 'DIRECTORY'"),
 ])
@@ -132,7 +132,9 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
     config_file = (checkpoint / "model" / "config.json").read_text()
     prompts = checkpoint / "prompts.jsonl"
     cases = [
-        (lambda: None, dict(model="nowhere"), "no model at nowhere"),
+        (lambda: None, dict(model="nowhere"), "no model at nowhere: expected a Hugging Face checkpoint directory; "
+         "`rlk init-model build/tiny` makes"),
+        (lambda: None, dict(model="nowhere", device="cuda"), "`rlk init-model build/tiny --head-dim 64` makes"),
         (lambda: None, dict(prompts="nowhere.jsonl"), "no prompt file nowhere.jsonl"),
         (lambda: None, dict(tp=8, nproc=8), "--tp 8 does not divide the model's 4 attention heads"),
         (lambda: None, dict(tp=3, nproc=3), "--tp is 3, expected a power of two"),
@@ -175,11 +177,59 @@ def test_consistency_on_a_device_without_contract_operators_is_refused(checkpoin
         decide([proposal(config_of(checkpoint, device="cuda"))])
 
 
-def test_a_device_on_which_no_whole_run_was_shown_is_refused(checkpoint, monkeypatch):
+@pytest.mark.parametrize("changes, options, message", [
+    ({}, {}, "head_dim is 16, .* expect 64 or 128: .*init-model DIR --head-dim 64"),
+    (dict(head_dim=64), dict(dtype="float32"), "--dtype is float32, .* use --dtype bfloat16, --device cpu, or --mode"),
+    (dict(head_dim=64, hidden_size=72), {}, "hidden_size is 72, .* expect a multiple of 16 up to 8192"),
+    (dict(head_dim=64, hidden_size=8208), {}, "hidden_size is 8208, .* expect a multiple of 16 up to 8192"),
+    (dict(head_dim=64, intermediate_size=176), dict(rollout_tp=2, nproc=2), "is 176, .* a multiple of 16 x 2 leaves"),
+    (dict(head_dim=64, num_attention_heads=16, num_key_value_heads=16, vocab_size=448, intermediate_size=2048),
+     dict(tp=8, nproc=8), "the vocabulary in whole tiles is 448, .* a multiple of 16 x 8 tensor-parallel ranks"),
+    (dict(head_dim=64, num_attention_heads=16, num_key_value_heads=16, vocab_size=1024, intermediate_size=2048),
+     dict(tp=16, nproc=16), "the number of leaves .* is 16, .* one of 1, 2, 4, 8"),
+    (dict(head_dim=64, hidden_size=8192, vocab_size=131072), {},
+     "rank's part of .*embed_tokens with --tp 1 = 2,147,483,648, .* at most 2,147,483,647: raise --tp"),
+    (dict(head_dim=64, hidden_size=8192, intermediate_size=65536), dict(tp=2, nproc=2, rollout_tp=1),
+     "rank's part of layers.*gate_up with --rollout-tp 1 = 2,147,483,648, .*: raise --rollout-tp"),
+    (dict(head_dim=64, intermediate_size=4096), dict(max_tokens_per_gpu=1 << 17),
+     "widest activation, 131072 tokens x 16384 = 2,147,483,648, .*: lower --max-tokens-per-gpu, or raise --tp"),
+    (dict(head_dim=64, vocab_size=131072), dict(max_running=4096, rollout_batch_size=512, samples_per_prompt=8),
+     "sampler's logits, 4096 sequences x 131072 ids x 4 = 2,147,483,648, .*: lower --max-running"),
+    (dict(head_dim=64), dict(page_size=1 << 16),
+     "page size x positions, 65536 x 65536 = 4,294,967,296, .* at most 1,073,741,824: lower --page-size"),
+])
+def test_what_the_gpu_operators_do_not_serve_is_refused_with_what_they_do(checkpoint, monkeypatch, changes, options,
+                                                                         message):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 16)
+    monkeypatch.setattr("rlk.preflight.check_architecture", lambda: "")
+    path = checkpoint / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = config_of(checkpoint, device="cuda", **(dict(dtype="bfloat16") | options))
+    with pytest.raises(UsageError, match=message):
+        decide([proposal(config)] * config.nproc)
+
+
+def test_a_machine_without_triton_is_told_so(checkpoint, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("rlk.preflight.check_architecture", lambda: "")
-    with pytest.raises(UsageError, match="have not been shown to: use --device cpu"):
-        decide([proposal(config_of(checkpoint, device="cuda"))])
+    monkeypatch.setattr("rlk.build.triton_version", lambda: "none")
+    with pytest.raises(UsageError, match="triton is not installed, and the GPU operators need it"):
+        decide([proposal(config_of(checkpoint, device="cuda", dtype="bfloat16"))])
+
+
+@pytest.mark.parametrize("profile, head_dim", [("cpu-tiny", 16), ("gpu-tiny", 64)])
+def test_the_demos_input_is_made_once_and_nothing_else_is(tmp_path, monkeypatch, profile, head_dim):
+    made = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlk.model.tiny.create_tiny", lambda directory, head_dim: made.append((directory, head_dim)))
+    config, _ = resolve(profile, {}, {})
+    worker.create_demo_input(config)
+    assert made == [(Path(config.model).parent, head_dim)]
+    worker.create_demo_input(replace(config, prompts="mine.jsonl"))
+    worker.create_demo_input(replace(config, model="elsewhere/model", prompts="elsewhere/prompts.jsonl"))
+    Path(config.model).mkdir(parents=True)
+    worker.create_demo_input(config)
+    assert len(made) == 1
 
 
 def test_ranks_with_different_options_stop_with_both_values(checkpoint):

@@ -41,6 +41,14 @@ def test_the_verdict_table_of_a_good_and_of_a_failed_run(tmp_path):
     assert "first unequal  step 0, sample 0, position 0: rollout 0x" in table and table.endswith("verdict        FAIL")
 
 
+def test_the_verdict_table_names_the_fullest_gpu_of_the_worst_step(tmp_path):
+    run = finished_run(tmp_path / "run").path
+    summary, steps = json.loads((run / "audit.json").read_text()), read_metrics(run)
+    assert "peak memory" not in verdict_table("run", summary, steps)
+    steps = [line | {"peak_memory_bytes": size << 20} for line, size in zip(steps, (1536, 512), strict=False)]
+    assert "peak memory    1.50 GiB of tensors, on the fullest GPU" in verdict_table("run", summary, steps)
+
+
 @pytest.mark.parametrize("mode, unequal", [("consistency", 0), ("native", 2)])
 def test_the_picture_is_drawn_and_leaves_the_evidence_valid(tmp_path, mode, unequal):
     run = finished_run(tmp_path / "run", mode, unequal=unequal)

@@ -15,7 +15,7 @@ from rlk.config import RunConfig
 from rlk.errors import CheckFailed
 from rlk.rollout.engine import Trajectory
 from rlk.topology import Groups
-from rlk.train.run import Run, Scored
+from rlk.train.run import Figures, Run, Scored
 from rlk.train.trainer import Trainer
 from tests.evidence import make_row
 from tests.thread_ranks import on_threads
@@ -110,7 +110,7 @@ class Rank:
     def __init__(self, unequal: bool = False, **options) -> None:
         self.config = dataclasses.replace(RunConfig(), rollout_batch_size=1, samples_per_prompt=4,
                                           **({"global_batch_size": 4} | options))
-        self.policy, self.unequal, self.calls = None, unequal, []
+        self.policy, self.unequal, self.calls = SimpleNamespace(device=torch.device("cpu")), unequal, []
         self.groups = ALONE
         self.optimizer = SimpleNamespace(step=lambda: self.calls.append("optimizer") or 0.0)
 
@@ -136,6 +136,13 @@ def learn(run: Rank, logprob: float):
     for t in trajectories:
         t.logprobs[:] = logprob
     return OnePack(run).learn(0, trajectories, np.ones(4, np.float32), np.ones(4, bool))[1]
+
+
+def test_a_rank_without_packs_reports_its_memory_too(monkeypatch):
+    monkeypatch.setattr("rlk.train.run.peak_memory", lambda device: 7 << 20 if device.type == "cuda" else 0)
+    figures = Figures()
+    figures.settle(torch.device("cuda", 1))
+    assert (figures.peak_memory, figures.loss, figures.tokens) == (7 << 20, 0.0, 0)
 
 
 @pytest.mark.parametrize("global_batch_size, order", [(4, ["audit", "optimizer"]),

@@ -44,6 +44,13 @@ def test_the_warm_start_leaves_every_answer_possible_and_most_of_the_task_to_lea
     assert figures > 0.2, figures  # the other spelling, which the reward does not count
 
 
+def test_the_heads_may_be_those_that_gpus_serve(monkeypatch, tmp_path):
+    monkeypatch.setattr(tiny, "MOST_STEPS", 1)
+    tiny.create_tiny(tmp_path, head_dim=64)
+    assert ModelConfig.from_pretrained(tmp_path / "model").head_dim == 64
+    assert load_model(tmp_path / "model", torch.float32).parameters["layers.0.qkv"].shape == (8 * 64, 64)
+
+
 def test_the_tokenizer_has_one_token_for_each_character_and_restores_the_text(tokenizer):
     text = "7+5= twelve, ~{}\n  two  spaces\\"
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -13,7 +13,7 @@ from rlk.collectives import LocalCommunicator
 from rlk.collectives.process_group import ProcessGroupCommunicator
 from rlk.collectives.shm import ShmCommunicator
 from rlk.errors import UsageError
-from rlk.topology import Topology, connect
+from rlk.topology import Topology, connect, own_device
 from tests.collective_cases import mixed_calls
 from tests.spawn import run_ranks
 
@@ -93,6 +93,24 @@ def _connected(rank, world, tp, cp, rollout_tp):
                                                                (4, 4, 1, 2), (6, 2, 3, 2)])
 def test_groups_hold_the_planned_ranks(world, tp, cp, rollout_tp):
     run_ranks(world, _connected, tp, cp, rollout_tp)
+
+
+def test_a_rank_takes_the_gpu_of_its_place_on_the_node(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert own_device("cpu") == torch.device("cpu") and taken == []
+    assert own_device("cuda") == torch.device("cuda", 3) and taken == [torch.device("cuda", 3)]
+
+
+@pytest.mark.parametrize(("gpus", "remedy"), [(0, "use --device cpu"), (3, "start fewer ranks on this node, or use")])
+def test_a_rank_whose_node_lacks_its_gpu_is_refused_in_one_line(monkeypatch, gpus, remedy):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(UsageError, match=f"sees {gpus} GPUs there, expected at least 4: {remedy}") as caught:
+        own_device("cuda")
+    assert "\n" not in str(caught.value)
 
 
 def test_one_rank_needs_no_process_group():

@@ -91,8 +91,10 @@ class PagedEngine:
                 end = min(start + self.prefill_chunk, sequence.length)
                 hidden_TD = self.runner.hidden([(sequence, end - start)])
                 sequence.computed = end
-                rule = ScoreRule(sampling.score_temperature, self.valid_vocab, _support_rows(support, start, end))
-                targets_T = torch.from_numpy(np.asarray(tokens[start + 1:end + 1], np.int64)).to(hidden_TD.device)
+                device = hidden_TD.device
+                rows = support and tuple(part.to(device) for part in _support_rows(*support, start, end))
+                rule = ScoreRule(sampling.score_temperature, self.valid_vocab, rows)
+                targets_T = torch.from_numpy(np.asarray(tokens[start + 1:end + 1], np.int64)).to(device)
                 scores.append(score_logits(self.model.logits(hidden_TD), targets_T, rule)[0].cpu().numpy())
             return np.concatenate(scores)
         finally:
@@ -152,11 +154,7 @@ class PagedEngine:
                 if sequence.append(*step, stops)]
 
 
-def _support_rows(support: tuple[np.ndarray, np.ndarray] | None, start: int,
-                  end: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _support_rows(offsets: np.ndarray, ids: np.ndarray, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows start..end of a CSR, as a CSR of their own."""
-    if support is None:
-        return None
-    offsets, ids = support
     first, last = int(offsets[start]), int(offsets[end])
     return torch.from_numpy(offsets[start:end + 1] - first), torch.from_numpy(ids[first:last])

@@ -56,7 +56,7 @@ class Runner:
         device = self.model.device
         context = PagedContext(
             torch.from_numpy(positions_T).to(device), torch.from_numpy(slots_T).to(device),
-            torch.from_numpy(segments).to(device), self._block_table.to(device), self._k_LPSGE, self._v_LPSGE)
+            torch.from_numpy(segments), self._block_table.to(device), self._k_LPSGE, self._v_LPSGE)
         return self.model.hidden(torch.from_numpy(tokens_T).to(device), context)
 
     def logits(self, hidden_TD: torch.Tensor, rows: list[int]) -> torch.Tensor:
