@@ -2,7 +2,7 @@
 
 The result carries the fingerprint of the GPU kernels' sources: it is stale when `python -m rlk.build fingerprint gpu`
 prints another. CI has no GPU, so this file is how anyone sees what last passed on one. Most of the time goes into
-compiling Triton kernels on the host, so a few processes run a file of tests each.
+compiling Triton kernels on the host, so a few processes run a file of tests each; six minutes on two H200.
 
     python bench/gpu_tests.py
 """
