@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -90,6 +90,19 @@ def compile_all(arch: str, also: Callable[[Variant, str], dict[str, Variant]]) -
     return variants
 
 
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Drop what LLVM prints on this process's standard error: a form that need not compile says enough by failing."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def is_compiled(variant: Variant, arch: str) -> bool:
     return artifact(variant, arch).with_suffix(".json").exists()
 
@@ -112,7 +125,7 @@ def _compile_job(arch: str, also: Callable[[Variant, str], dict[str, Variant]], 
     if not name:
         compile_variant(variant, arch)
         return
-    with contextlib.suppress(RuntimeError):  # one that does not compile shows so when it is compared
+    with contextlib.suppress(RuntimeError), unheard():  # one that does not compile shows so when it is compared
         compile_variant(also(variant, arch)[name], arch)
 
 
