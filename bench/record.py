@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -20,8 +21,11 @@ def write_result(name: str, command: str, figures: dict[str, float], software: d
 
     `target`: whose kernels' sources the figures belong to, "cpu" or "gpu".
     """
+    software = software_versions() | (software or {})
+    if subprocess.run(["git", "-C", str(ROOT), "diff", "--quiet", "HEAD"], capture_output=True).returncode:
+        software["git_commit"] += " and changes"
     record = dict(name=name, date=date.today().isoformat(), hardware=describe_hardware(),
-                  software=software_versions() | (software or {}), command=command,
+                  software=software, command=command,
                   source_fingerprint=source_fingerprint(target), figures=figures)
     (ROOT / "bench" / "results" / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(figures, indent=2))

@@ -49,7 +49,7 @@ def preflight(config: RunConfig, world: int, ranks_here: int) -> Preflight:
 
     In the order of cost: paths, shapes, software, data, memory, disk.
     """
-    check_layout(config, world)
+    check_layout(config, world, ranks_here)
     if not Path(config.model).is_dir():
         heads = " --head-dim 64" if config.device == "cuda" else ""
         raise UsageError(f"no model at {config.model}: expected a Hugging Face checkpoint directory; "
@@ -57,7 +57,6 @@ def preflight(config: RunConfig, world: int, ranks_here: int) -> Preflight:
     model = ModelConfig.from_pretrained(config.model)
     check_weight_files(Path(config.model))
     topology = Topology.plan(world, 0, config.tp, config.cp, config.engine_tp, model)
-    check_operators(config.device, config.mode, ranks_here)
     find_reward(config.reward)
     tokenizer = Tokenizer(config.model)
     if len(tokenizer) > model.padded_vocab:
@@ -82,12 +81,13 @@ def preflight(config: RunConfig, world: int, ranks_here: int) -> Preflight:
     return Preflight(model, topology, tokenizer, examples, memory)
 
 
-def check_layout(config: RunConfig, world: int) -> None:
-    """What needs no file of the model: where ranks meet, how they divide, where the evidence goes."""
+def check_layout(config: RunConfig, world: int, ranks_here: int) -> None:
+    """What needs no file of the model: where ranks meet and on what, how they divide, where the evidence goes."""
     check_rendezvous(os.environ)
     Topology.plan(world, 0, config.tp, config.cp, config.engine_tp)
     if config.run_dir:
         require_new(Path(config.run_dir))
+    check_operators(config.device, config.mode, ranks_here)
 
 
 def check_weight_files(directory: Path) -> None:
@@ -105,7 +105,8 @@ def check_operators(device: str, mode: str, ranks_here: int) -> None:
         gpus = torch.cuda.device_count()
         if gpus < ranks_here:
             remedy = "lower --nproc, or use --device cpu" if gpus else "use --device cpu"
-            raise UsageError(f"--device cuda with {ranks_here} ranks here, but torch sees {gpus} GPUs: {remedy}")
+            raise UsageError(f"--device cuda needs a GPU for each of the {ranks_here} ranks here, torch sees {gpus}: "
+                             f"{remedy}")
     if missing := unserved_operators(device, mode):
         raise UsageError(f"this build has no {mode} backend on {device} for {len(missing)} operators "
                          f"({missing[0]}, ...): use --device cpu")

@@ -106,7 +106,7 @@ def decide(proposals: list[dict[str, Any]]) -> dict[str, Any]:
     if not config.run_dir:
         name = time.strftime("%Y%m%d-%H%M%S-") + Path(first["profile"]).stem
         config, sources = replace(config, run_dir=f"runs/{name}"), sources | {"run_dir": "date, time, profile"}
-    check_layout(config, len(proposals))
+    check_layout(config, len(proposals), config.nproc)
     create_demo_input(config)
     preflight(config, len(proposals), config.nproc)
     kernel_objects(config.device)  # built here, if at all on this host; other hosts build when they hear the verdict

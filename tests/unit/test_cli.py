@@ -134,7 +134,6 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
     cases = [
         (lambda: None, dict(model="nowhere"), "no model at nowhere: expected a Hugging Face checkpoint directory; "
          "`rlk init-model build/tiny` makes"),
-        (lambda: None, dict(model="nowhere", device="cuda"), "`rlk init-model build/tiny --head-dim 64` makes"),
         (lambda: None, dict(prompts="nowhere.jsonl"), "no prompt file nowhere.jsonl"),
         (lambda: None, dict(tp=8, nproc=8), "--tp 8 does not divide the model's 4 attention heads"),
         (lambda: None, dict(tp=3, nproc=3), "--tp is 3, expected a power of two"),
@@ -168,6 +167,21 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
             decide([proposal(config)] * config.nproc)
         assert message in str(caught.value) and "\n" not in str(caught.value)
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_a_gpu_nothing_is_made_for_one(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = config_of(checkpoint, model="build/tiny-gpu/model", prompts="build/tiny-gpu/prompts.jsonl", device="cuda")
+    with pytest.raises(UsageError, match="--device cuda needs a GPU for each of the 1 ranks here, torch sees 0: use "):
+        decide([proposal(config)])
+    assert not (tmp_path / "build").exists()
+
+
+def test_the_tiny_model_for_a_gpu_has_heads_that_gpus_serve(checkpoint, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("rlk.preflight.check_architecture", lambda: None)
+    with pytest.raises(UsageError, match="`rlk init-model build/tiny --head-dim 64` makes"):
+        decide([proposal(config_of(checkpoint, model="nowhere", device="cuda"))])
 
 
 def test_consistency_on_a_device_without_contract_operators_is_refused(checkpoint, monkeypatch):
