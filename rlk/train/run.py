@@ -242,8 +242,9 @@ def open_run(config: RunConfig, sources: dict[str, str], stack: ExitStack) -> Ru
     fault = Fault(config.inject_fault)
     registry.set_mode(config.mode)
     torch.manual_seed(config.seed)
-    # Some plain PyTorch operators of the native arm have no deterministic form on a GPU.
-    torch.use_deterministic_algorithms(True, warn_only=(config.device, config.mode) == ("cuda", "native"))
+    # Some plain PyTorch operators of the native arm have no deterministic form on a GPU. (use_deterministic_algorithms
+    # does the same, and imports torch's compiler for three seconds.)
+    torch.set_deterministic_debug_mode("warn" if (config.device, config.mode) == ("cuda", "native") else "error")
     # Or torch fills every torch.empty, one more write of each result. tests/gpu poisons memory itself.
     torch.utils.deterministic.fill_uninitialized_memory = False
     device = own_device(config.device)  # before anything else of this rank is on a GPU
