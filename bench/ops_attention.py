@@ -15,7 +15,7 @@ import importlib
 
 import torch
 import torch.nn.functional as F
-from timing import Arm, measure
+from timing import BANDWIDTH, PEAK, Arm, measure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rlk.kernels import attention, attention_backward
@@ -24,7 +24,6 @@ from rlk.kernels.attention_plan import decode_plan
 H, G, E = 32, 8, 128
 BATCH, CONTEXTS, PAGE = 8, {"1k": 1024, "4k": 4096, "8k": 8192}, 16
 TOKENS = 8192
-BANDWIDTH, PEAK = 4.3e12, 790e12  # bytes/s of a copy, FLOP/s of dense BF16
 COLD_BYTES = 300 << 20  # keys and values that no cache holds
 LARGEST_ERROR = 0.02  # between two BF16 results, relative to the norm
 FA3_SPLITS = 32  # what vLLM allows in a captured graph

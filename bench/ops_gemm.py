@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from timing import Arm, measure
+from timing import BANDWIDTH, PEAK, Arm, measure
 
 from rlk.kernels import gemm, gemm_backward
 from rlk.ops import gemm as ops
 
 LAYERS, HIDDEN, INTERMEDIATE, QKV, HEADS, VOCABULARY = 36, 4096, 12288, 6144, 4096, 151936
-BANDWIDTH, PEAK = 4.3e12, 790e12  # bytes/s of a copy, FLOP/s of dense BF16
 DECODE_ROWS = (4, 8, 64)
 TRAIN_ROWS, RAGGED_ROWS, HEAD_ROWS = 8192, 8000, 1024
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from timing import Arm, measure
+from timing import BANDWIDTH, PEAK, Arm, measure
 
 from rlk.collectives import LocalCommunicator
 from rlk.contract import VOCAB_TILES
@@ -31,7 +31,6 @@ from rlk.ops.logprob import CHUNK_TOKENS, ScoreRule, Support, score
 from rlk.ops.registry import registry
 
 T, D, V, VALID, TEMPERATURE = 8192, 4096, 151_936, 151_669, 0.7
-BANDWIDTH, PEAK = 4.3e12, 790e12  # bytes/s of a copy, FLOP/s of dense BF16
 CASES = {"": None, "nucleus_": 300, "wide_nucleus_": 90_000}  # name -> ids a row
 LOCAL, GIB = LocalCommunicator(), float(1 << 30)
 

@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+BANDWIDTH, PEAK = 4.3e12, 790e12  # of floors: bytes/s, just above what a copy reaches; FLOP/s of dense BF16
 WARM_UP, SAMPLES, ROUNDS = 3, 8, 2  # two rounds of two orders: 32 samples an arm
 
 

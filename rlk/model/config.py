@@ -13,6 +13,11 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 MOST_HEAD_DIM = 128  # kMaxHeadDim in hipkernels/cpu/attention.h
 
 
+def serves_head_dim(elements: int) -> bool:
+    """Whether attention serves heads of that many elements."""
+    return elements % 16 == 0 and 16 <= elements <= MOST_HEAD_DIM
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and constants of one dense Qwen3 model (Qwen3 Technical Report, arXiv:2505.09388)."""
@@ -46,7 +51,7 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_heads}, expected a multiple of num_key_value_heads "
                 f"({self.num_kv_heads}); the checkpoint's config.json is wrong"
             )
-        if self.head_dim % 16 or not 16 <= self.head_dim <= MOST_HEAD_DIM:
+        if not serves_head_dim(self.head_dim):
             raise UsageError(f"head_dim is {self.head_dim}, expected a multiple of 16 up to {MOST_HEAD_DIM}: "
                              "attention serves no other; use another checkpoint")
 

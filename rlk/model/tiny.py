@@ -19,7 +19,7 @@ import torch
 from rlk.collectives import LocalCommunicator
 from rlk.errors import UsageError
 from rlk.files import disk_errors
-from rlk.model.config import MOST_HEAD_DIM, ModelConfig
+from rlk.model.config import MOST_HEAD_DIM, ModelConfig, serves_head_dim
 from rlk.model.qwen3 import Qwen3
 from rlk.model.weights import gather_full, write_checkpoint
 from rlk.ops.logprob import ScoreRule, score
@@ -55,7 +55,7 @@ def create_tiny(directory: str | Path, seed: int = 0, head_dim: int = CONFIG.hea
     model_directory = directory / "model"
     if model_directory.exists():
         raise UsageError(f"{model_directory} exists already; choose another directory or remove it")
-    if head_dim % 16 or not 16 <= head_dim <= MOST_HEAD_DIM:
+    if not serves_head_dim(head_dim):
         raise UsageError(f"--head-dim is {head_dim}, expected a multiple of 16 up to {MOST_HEAD_DIM}")
     config = replace(CONFIG, head_dim=head_dim)
     model = Qwen3(config, torch.float32)
