@@ -4,6 +4,7 @@ Shape legend: T query rows (packed), U key rows (packed), H query heads, G kv he
 page. The rule, layout and order of every sum: attention_rule.py; segments and block tables: rlk/ops/attention.py; how
 queries become tiles: attention_plan.py. Schedules with equal bits:
   attention_prefill  one program per (tile, kv head) goes through all chunks
+  attention_hopper   the same for rows of keys on sm_90: attention_hopper.py
   attention_split    one program per (tile, kv head, chunk) writes the chunk's FP32 state to a workspace
   attention_merge    one program per (query row, head) joins the states
 Keys that no row of a tile sees are never read. A key that is seen must be finite: a later row's NaN in the same tile
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 
 from rlk.contract import ATTENTION_BLOCK, ATTENTION_CHUNK
+from rlk.kernels.attention_hopper import attention_hopper, rows_of, rows_type
 from rlk.kernels.attention_plan import Plan, Tiles, decode_keys, decode_plan, plan
 from rlk.kernels.attention_rule import attend_chunks, attend_keys, empty_state, finish, join, place_of
 from rlk.kernels.operands import check_multiple, check_tensor, state_range
@@ -185,23 +187,30 @@ CONFIGS: dict[str, dict[str, Config]] = {
     "sm_90": {
         "prefill_128_w8": Config("attention_prefill", {"BLOCK_M": 128, "WHOLE": True},
                                  {"num_warps": 8, "num_stages": 3}),
+        "hopper_128": Config("attention_hopper", {"BLOCK_M": 128, "STAGES": 2}, {}),
         # A program that has a multiprocessor to itself must keep enough loads under way alone.
         "split_16_w4": Config("attention_split", {"BLOCK_M": 16}, {"num_warps": 4, "num_stages": 5}, most_programs=132),
         "split_16_w2": Config("attention_split", {"BLOCK_M": 16}, {"num_warps": 2, "num_stages": 3}),
         "merge_w1": Config("attention_merge", {"UNROLL": 4}, {"num_warps": 1}),
     },
 }
-FUNCTIONS = {"attention_prefill": attention_prefill, "attention_split": attention_split,
-             "attention_merge": attention_merge}
+FUNCTIONS = {"attention_prefill": attention_prefill, "attention_hopper": attention_hopper,
+             "attention_split": attention_split, "attention_merge": attention_merge}
 
 
 def choose(arch: str, kernel: str, programs: int = UNBOUNDED) -> Config:
-    """The configuration of "attention_prefill", "attention_split" or "attention_merge" for that many programs.
+    """The configuration of one of FUNCTIONS for that many programs.
 
     All configurations of a kernel have the same BLOCK_M.
     """
     return next(config for config in CONFIGS[arch].values()
                 if config.kernel == kernel and programs <= config.most_programs)
+
+
+def prefill_kernel(arch: str, paged: bool) -> str:
+    """Which of FUNCTIONS goes through all chunks of keys that lie in pages, or in rows."""
+    hopper = any(config.kernel == "attention_hopper" for config in CONFIGS[arch].values())
+    return "attention_hopper" if hopper and not paged else "attention_prefill"
 
 
 def constants(config: Config, E: int, **own: bool) -> dict[str, Any]:
@@ -241,7 +250,7 @@ def attention_paged(q_THE: torch.Tensor, k_cache_PSGE: torch.Tensor, v_cache_PSG
                          f"{k_cache_PSGE.stride()}, expected the same; allocate both alike")
     if not isinstance(segments, Plan):
         segments = (decode_plan(segments, min(most_keys or held, held)) if segments.is_cuda else
-                    make_plan(segments, q_THE, G, len(block_table), held))
+                    make_plan(segments, q_THE, G, len(block_table), held, paged=True))
     page_stride, key_stride = k_cache_PSGE.stride()[:2]
     return _attend("attention_paged", q_THE, k_cache_PSGE, v_cache_PSGE, segments, block_table,
                    (key_stride, block_table.stride(0), page_stride, page_size, page_magic(page_size)), True)[0]
@@ -262,22 +271,25 @@ def attention_varlen(q_THE: torch.Tensor, k_UGE: torch.Tensor, v_UGE: torch.Tens
                      key_starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rlk.ops.attention.attention_varlen on the GPU, forward: (o [T, H, E] BF16, base-2 log-sum-exp [T, H] FP32).
 
-    k and v with rows of different strides (a norm's output beside a view of the fused qkv) are copied.
+    k and v with rows of different strides (a norm's output beside a view of the fused qkv) are copied where a kernel
+    knows one stride.
     segments: on the CPU, or a Plan. key_starts int32 [sources] on the GPU; its entries are not checked. Rows outside of
     every segment have o = 0 and lse = 0. Raises ValueError for shapes, strides and segments that do not fit.
     """
-    if k_UGE.stride() != v_UGE.stride():  # the kernels know one stride
-        k_UGE, v_UGE = k_UGE.contiguous(), v_UGE.contiguous()
-    check_keys("attention_varlen", k_UGE, v_UGE)
     if not isinstance(segments, Plan):
         segments = make_plan(segments, q_THE, k_UGE.shape[1], len(key_starts), len(k_UGE))
+    one_stride = segments.split is not None or prefill_kernel(architecture(), False) == "attention_prefill"
+    if one_stride and k_UGE.stride() != v_UGE.stride():
+        k_UGE, v_UGE = k_UGE.contiguous(), v_UGE.contiguous()
+    check_keys("attention_varlen", k_UGE, v_UGE)
     return _attend("attention_varlen", q_THE, k_UGE, v_UGE, segments, key_starts, (k_UGE.stride(0), 0, 0, 0, 0), False)
 
 
-def make_plan(segments: torch.Tensor, q_THE: torch.Tensor, G: int, sources: int, most_keys: int) -> Plan:
-    """attention_plan.plan for these queries in this process's configurations."""
-    block_m = [choose(architecture(), kernel).constants["BLOCK_M"] for kernel in ("attention_split",
-                                                                                  "attention_prefill")]
+def make_plan(segments: torch.Tensor, q_THE: torch.Tensor, G: int, sources: int, most_keys: int,
+              paged: bool = False) -> Plan:
+    """attention_plan.plan for these queries in this process's configurations; keys in pages or rows."""
+    arch = architecture()
+    block_m = [choose(arch, kernel).constants["BLOCK_M"] for kernel in ("attention_split", prefill_kernel(arch, paged))]
     return plan(segments, len(q_THE), q_THE.shape[1] // G, *block_m, sources, most_keys, q_THE.device)
 
 
@@ -298,10 +310,14 @@ def _attend(op, q_THE, k, v, tiling, table, key_layout, paged):
     lse_TH = make((0, H) if paged else (T, H), dtype=torch.float32)  # of pages the kernels give none
     shared = (table, logit_scale(E), H // G, q_THE.stride(0), *key_layout)
     if tiling.prefill is not None:
-        config = choose(architecture(), "attention_prefill")
-        attention_prefill[len(tiling.prefill.table), G](
-            q_THE, k, v, o_THE, lse_TH, tiling.prefill.table, *shared,
-            **constants(config, E, PAGED=paged, LSE=not paged), **options(config))
+        config = choose(architecture(), prefill_kernel(architecture(), paged))
+        grid, tile_table = (len(tiling.prefill.table), G), tiling.prefill.table
+        if config.kernel == "attention_hopper":
+            attention_hopper[grid](rows_of(k), rows_of(v), q_THE, v, o_THE, lse_TH, tile_table, table, logit_scale(E),
+                                   H // G, q_THE.stride(0), v.stride(0), **constants(config, E), **options(config))
+        else:
+            attention_prefill[grid](q_THE, k, v, o_THE, lse_TH, tile_table, *shared,
+                                    **constants(config, E, PAGED=paged, LSE=not paged), **options(config))
     if tiling.split is not None:
         _attend_split(q_THE, k, v, o_THE, lse_TH, tiling.split, shared, paged)
     return o_THE, lse_TH
@@ -346,9 +362,11 @@ def options(config: Config) -> dict[str, Any]:
 
 
 POINTERS = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "o": "*bf16", "lse": "*fp32", "tiles": "*i32", "table": "*i32",
-            "states_m": "*fp32", "states_d": "*fp32", "states_acc": "*fp32"}
+            "key_starts": "*i32", "states_m": "*fp32", "states_d": "*fp32", "states_acc": "*fp32"}
+MULTIPLES = ("q_stride", "key_stride", "v_stride", "page_stride")  # of 16
 FORMS = {  # what else a launcher sets: pages or rows; decode or tiles
     "attention_prefill": {"paged": {"PAGED": True, "LSE": False}, "varlen": {"PAGED": False, "LSE": True}},
+    "attention_hopper": {"varlen": {}},
     "attention_split": {"decode": {"PAGED": True, "IDENTITY": True}, "paged": {"PAGED": True, "IDENTITY": False},
                         "varlen": {"PAGED": False, "IDENTITY": False}},
     "attention_merge": {"decode": {"IDENTITY": True, "LSE": False}, "paged": {"IDENTITY": False, "LSE": False},
@@ -361,10 +379,13 @@ def variants(arch: str) -> list[Variant]:
     found = []
     for name, config in CONFIGS[arch].items():
         for E, (form, own) in itertools.product(HEAD_DIMS, FORMS[config.kernel].items()):
+            if config.kernel == "attention_prefill" != prefill_kernel(arch, paged=own["PAGED"]):
+                continue
             function, fixed = FUNCTIONS[config.kernel], constants(config, E, **own)
-            signature = {argument: POINTERS.get(argument, "fp32" if argument == "scale" else "i32")
+            types = POINTERS | {"scale": "fp32", "k_rows": rows_type(E), "v_rows": rows_type(E)}
+            signature = {argument: types.get(argument, "i32")
                          for argument in function.arg_names if argument not in fixed}
-            divisible = tuple(x for x in signature if x in POINTERS or x in ("q_stride", "key_stride", "page_stride"))
+            divisible = tuple(x for x in signature if x in (*POINTERS, *MULTIPLES))
             variant = Variant(config.kernel, f"{name}_{form}_e{E}", function, signature, fixed, options(config),
                               divisible, small=tuple(x for x in signature if x in POINTERS))
             found.append(variant)

@@ -3,7 +3,8 @@
 Layout: x, w and y are row-major. One program makes a BLOCK_M x BLOCK_N tile; M tiles of one group of N tiles are
 neighbours in the launch order, so that a weight tile is read from memory once. Rows and columns beyond M and N read
 the last row or column again and are not written, so that loads need no mask; where K has a tail, it reads as zero.
-A configuration may swap the matrix unit's operands (w x^T, so that few rows of x fill it); no bit changes by that.
+A configuration may swap the matrix unit's operands (w x^T, so that few rows of x fill it); no bit changes by that. Rows
+beyond M read as zero there: every program would read the repeated row again, and it is much of what is loaded.
 
 Reduction order, the same in every configuration:
   gfx942  K is cut in chunks of 1024. A chunk is one FP32 accumulator from +0, K ascending by MFMA 16x16x16 (in blocks
@@ -41,21 +42,32 @@ FINISHES = {"bf16": ("round", "bf16"), "fp32": ("round", "fp32"), "residual": ("
 @triton.jit
 def tile_at(tiles_m, tiles_n):
     """(M tile, N tile) of this program."""
-    first_n = tl.program_id(0) // (GROUP_N * tiles_m) * GROUP_N
-    in_group = tl.program_id(0) % (GROUP_N * tiles_m)
-    columns_in_group = min(tiles_n - first_n, GROUP_N)
-    return in_group // columns_in_group, first_n + in_group % columns_in_group
+    tile_m, tile_n = 0, tl.program_id(0)
+    if tiles_m > 1:  # else, in decode, the divisions would take as long as the first load
+        first_n = tile_n // (GROUP_N * tiles_m) * GROUP_N
+        in_group = tile_n % (GROUP_N * tiles_m)
+        columns_in_group = min(tiles_n - first_n, GROUP_N)
+        tile_m, tile_n = in_group // columns_in_group, first_n + in_group % columns_in_group
+    return tile_m, tile_n
 
 
 @triton.jit
-def _product(a, b, a_offsets, b_offsets, first, last, EVEN_K: tl.constexpr, ROWS: tl.constexpr,
+def _product(operands, first, last, EVEN_K: tl.constexpr, SWAP: tl.constexpr, ROWS: tl.constexpr,
              COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
-    """Sum over k in [first, last), from +0."""
+    """Sum over k in [first, last), from +0. operands: (a, b, offsets of their elements, which rows of x are there).
+
+    With SWAP rows of x, then b's columns, that are not there read as zero.
+    """
+    tl.static_assert(EVEN_K or not SWAP)
+    a, b, a_offsets, b_offsets, live = operands
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in tl.range(first, last, BLOCK_K, loop_unroll_factor=UNROLL):
         if EVEN_K:
             a_tile = tl.load(a + k + a_offsets)
-            b_tile = tl.load(b + k + b_offsets)
+            if SWAP:
+                b_tile = tl.load(b + k + b_offsets, mask=live[None, :], other=0.0)
+            else:
+                b_tile = tl.load(b + k + b_offsets)
         else:
             inside = tl.arange(0, BLOCK_K) < last - k
             a_tile = tl.load(a + k + a_offsets, mask=inside[None, :], other=0.0)
@@ -65,17 +77,16 @@ def _product(a, b, a_offsets, b_offsets, first, last, EVEN_K: tl.constexpr, ROWS
 
 
 @triton.jit
-def _leaf(a, b, a_offsets, b_offsets, first, leaf_k, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr,
+def _leaf(operands, first, leaf_k, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, ROWS: tl.constexpr,
           COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr):
     """Sum over k in [first, first + leaf_k), by chunks."""
     last = first + leaf_k
     if CHUNK == 0:
-        total = _product(a, b, a_offsets, b_offsets, first, last, EVEN_K, ROWS, COLUMNS, BLOCK_K, UNROLL)
+        total = _product(operands, first, last, EVEN_K, SWAP, ROWS, COLUMNS, BLOCK_K, UNROLL)
     else:
         total = tl.full((ROWS, COLUMNS), -0.0, tl.float32)  # -0 + a is a, for every a: the first chunk as it is
         for chunk in range(first, last, CHUNK):
-            total += _product(a, b, a_offsets, b_offsets, chunk, min(chunk + CHUNK, last), EVEN_K, ROWS, COLUMNS,
-                              BLOCK_K, UNROLL)
+            total += _product(operands, chunk, min(chunk + CHUNK, last), EVEN_K, SWAP, ROWS, COLUMNS, BLOCK_K, UNROLL)
     return total
 
 
@@ -93,17 +104,18 @@ def gemm(x, w, residual, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.const
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     if SWAP:
-        a, b = w, x
+        a, b, up_at = w, x, (width * K, 0)
         a_offsets = tl.minimum(columns, width - 1)[:, None] * K + depth[None, :]
-        b_offsets = tl.minimum(rows, M - 1)[None, :] * K + depth[:, None]
+        b_offsets = rows[None, :] * K + depth[:, None]
         y_offsets = rows[None, :] * width + columns[:, None]
         inside = (rows < M)[None, :] & (columns < width)[:, None]
     else:
-        a, b = x, w
+        a, b, up_at = x, w, (0, width * K)
         a_offsets = tl.minimum(rows, M - 1)[:, None] * K + depth[None, :]
         b_offsets = tl.minimum(columns, width - 1)[None, :] * K + depth[:, None]
         y_offsets = rows[:, None] * width + columns[None, :]
         inside = (rows < M)[:, None] & (columns < width)[None, :]
+    operands = (a, b, a_offsets, b_offsets, rows < M)
     ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     if SPLIT:
@@ -116,12 +128,11 @@ def gemm(x, w, residual, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.const
             leaf_first = part // chunks * leaf_k
             first = leaf_first + part % chunks * CHUNK
             last = min(first + CHUNK, leaf_first + leaf_k)
-        total = _product(a, b, a_offsets, b_offsets, first, last, EVEN_K, ROWS, COLUMNS, BLOCK_K, UNROLL)
+        total = _product(operands, first, last, EVEN_K, SWAP, ROWS, COLUMNS, BLOCK_K, UNROLL)
         y += part * M * N
     else:
         for leaf in tl.static_range(TREE):  # a binary counter: odd leaves close a pair, which may close a quad, ...
-            total = _leaf(a, b, a_offsets, b_offsets, leaf * leaf_k, leaf_k, CHUNK, EVEN_K, ROWS, COLUMNS, BLOCK_K,
-                          UNROLL)
+            total = _leaf(operands, leaf * leaf_k, leaf_k, CHUNK, EVEN_K, SWAP, ROWS, COLUMNS, BLOCK_K, UNROLL)
             if leaf % 2 == 0:
                 single = total
             else:
@@ -137,12 +148,8 @@ def gemm(x, w, residual, y, M, N, K, leaf_k, TREE: tl.constexpr, SPLIT: tl.const
     if EPILOGUE == "residual":
         total = tl.load(residual + y_offsets, mask=inside, other=0.0).to(tl.float32) + total
     if EPILOGUE == "swiglu":
-        if SWAP:
-            up = _leaf(w + width * K, x, a_offsets, b_offsets, 0, leaf_k, CHUNK, EVEN_K, ROWS, COLUMNS, BLOCK_K,
-                       UNROLL)
-        else:
-            up = _leaf(x, w + width * K, a_offsets, b_offsets, 0, leaf_k, CHUNK, EVEN_K, ROWS, COLUMNS, BLOCK_K,
-                       UNROLL)
+        up_operands = (a + up_at[0], b + up_at[1], a_offsets, b_offsets, rows < M)
+        up = _leaf(up_operands, 0, leaf_k, CHUNK, EVEN_K, SWAP, ROWS, COLUMNS, BLOCK_K, UNROLL)
         total = silu_times(total.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32))
     tl.store(y + y_offsets, total.to(y.dtype.element_ty), mask=inside)
 

@@ -131,6 +131,7 @@ def _compile_job(arch: str, also: Callable[[Variant, str], dict[str, Variant]], 
 
 def _source(variant: Variant):
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = variant.function.arg_names
     declared = variant.signature.keys() | variant.constants.keys()
@@ -141,7 +142,7 @@ def _source(variant: Variant):
     for marked, attr in ((variant.divisible, ["tt.divisibility", 16]), (variant.small, ["tt.pointer_range", 32])):
         for name in marked:
             attrs.setdefault((names.index(name),), []).append(attr)
-    return ASTSource(
+    return (GluonASTSource if variant.function.is_gluon() else ASTSource)(
         fn=variant.function,
         signature={name: variant.signature.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in variant.constants.items()},

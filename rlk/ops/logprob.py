@@ -13,7 +13,7 @@ A retained set is a CSR pair (offsets int64 [T+1], ids int32 [N]), ids ascending
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,7 @@ def score_logits(logits_TV: torch.Tensor, targets_T: torch.Tensor, rule: ScoreRu
     picks = _Picks.of(targets_T, rule, logits_TV.shape[1])
     values_N = _pick(logits_TV, picks.offsets, picks.ids_N, 0)
     stats = _tile_stats(logits_TV, rule, VOCAB_TILES, 0) if rule.support is None else None
+    picks.check()
     return _finish(values_N, stats, picks, rule)[:2]
 
 
@@ -78,7 +79,8 @@ class _Picks:
     offsets: torch.Tensor
     ids_N: torch.Tensor
     targets_T: torch.Tensor
-    index_T: torch.Tensor  # where each row's target stands among the N entries
+    index_T: torch.Tensor  # where each row's target stands among the N entries; only to be used after `check`
+    check: Callable[[], None]  # raises CheckFailed unless every target is among its row's ids
 
     @classmethod
     def of(cls, targets_T: torch.Tensor, rule: ScoreRule, vocab: int) -> _Picks:
@@ -86,18 +88,18 @@ class _Picks:
             raise ValueError(f"got {targets_T.dtype} targets and {rule.valid_vocab} valid ids over {vocab} logits, "
                              "expected int64 targets and 1 to all of the ids")
         if rule.support is None:
-            _check(targets_T, (targets_T >= 0) & (targets_T < rule.valid_vocab),
-                   lambda row: f"the vocabulary's ids 0 to {rule.valid_vocab - 1}")
+            check = _later_check(targets_T, (targets_T >= 0) & (targets_T < rule.valid_vocab),
+                                 lambda row: f"the vocabulary's ids 0 to {rule.valid_vocab - 1}")
             offsets = torch.arange(targets_T.numel() + 1, device=targets_T.device)
-            return cls(offsets, targets_T.to(torch.int32), targets_T, offsets[:-1])
+            return cls(offsets, targets_T.to(torch.int32), targets_T, offsets[:-1], check)
         offsets, ids_N = rule.support
         if (offsets.dtype, ids_N.dtype) != (torch.int64, torch.int32) or offsets.numel() != targets_T.numel() + 1 or (
                 int(offsets[-1]) != ids_N.numel()):
             raise ValueError(f"the support has {offsets.numel() - 1} rows over {ids_N.numel()} {ids_N.dtype} ids, "
                              f"expected int32 ids under one row per target: {targets_T.numel()}")
         index_T = registry.call("find_targets", targets_T, offsets, ids_N, targets_T)
-        _check(targets_T, index_T >= 0, lambda row: _described(ids_N[offsets[row]:offsets[row + 1]]))
-        return cls(offsets, ids_N, targets_T, index_T)
+        check = _later_check(targets_T, index_T >= 0, lambda row: _described(ids_N[offsets[row]:offsets[row + 1]]))
+        return cls(offsets, ids_N, targets_T, index_T, check)
 
 
 def _described(retained: torch.Tensor) -> str:
@@ -105,11 +107,25 @@ def _described(retained: torch.Tensor) -> str:
     return f"its retained set of {retained.numel()} ids ({shown})"
 
 
-def _check(targets_T, good_T, expected) -> None:
-    if not bool(good_T.all()):
-        row = int((~good_T).nonzero()[0])
-        raise CheckFailed(f"row {row}: target {int(targets_T[row])} is not in {expected(row)}; targets and support "
-                          "must be those of one trajectory, aligned, under one tokenizer")
+def _later_check(targets_T, good_T, expected: Callable[[int], str]) -> Callable[[], None]:
+    """What raises CheckFailed unless all of good_T holds.
+
+    A GPU is asked now, and waited for when the result is called: what is launched in between keeps it busy.
+    """
+    all_good, asked = good_T.all(), None
+    if good_T.is_cuda and torch.cuda.is_initialized():
+        all_good, asked = all_good.to("cpu", non_blocking=True), torch.cuda.Event()
+        asked.record()
+
+    def check() -> None:
+        if asked is not None:
+            asked.synchronize()
+        if not bool(all_good):
+            row = int((~good_T).nonzero()[0])
+            raise CheckFailed(f"row {row}: target {int(targets_T[row])} is not in {expected(row)}; targets and support "
+                              "must be those of one trajectory, aligned, under one tokenizer")
+
+    return check
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
@@ -165,6 +181,8 @@ def _score_chunks(hidden_TD, head_VD, picks: _Picks, rule: ScoreRule, comm: Comm
     stats = []
     for rows in _chunks(hidden_TD.shape[0], chunk):
         logits_TV = linear_fp32(hidden_TD[rows], head_VD)
+        if rows.start == 0:  # the answer comes while the product runs
+            picks.check()
         _pick(logits_TV, picks.offsets[rows.start:rows.stop + 1], picks.ids_N, first_id, values_N)
         if rule.support is None:
             stats.append(_tile_stats(logits_TV, rule, VOCAB_TILES // comm.world, first_id))
