@@ -13,6 +13,7 @@ import click
 from rlk.config import TYPES, RunConfig, flag, profile_names, resolve
 from rlk.errors import CheckFailed, UsageError
 
+INTERRUPTED = 130  # 128 + SIGINT
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -181,7 +182,9 @@ def main() -> int:
     except (UsageError, CheckFailed) as error:
         return _fail(str(error), error.exit_status)
     except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted", 130)
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # every rank hears of it; one says so
+            return INTERRUPTED
+        return _fail("interrupted", INTERRUPTED)
 
 
 def _fail(message: str, status: int) -> int:

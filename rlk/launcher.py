@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -24,6 +25,7 @@ from rlk.doctor import check_rendezvous, slurm_nodes
 
 RANK_COMMAND = [sys.executable, "-m", "rlk.cli"]
 GRACE_SECONDS = 5.0  # from the first rank's failure until the others are killed
+INTERRUPT_SECONDS = 2.0  # that ranks have to end by a Ctrl-C of their own
 POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MASTER_PORT = "29500"  # on several nodes, unless the environment has one; on one node a free port is taken
@@ -46,9 +48,14 @@ def launch(arguments: Sequence[str], ranks_here: int, device: str) -> int:
             if process.poll() is None:
                 process.send_signal(number)
 
+    def interrupt(number: int, _frame: object) -> None:
+        # The terminal sends Ctrl-C to the ranks itself; one that was sent to us alone is passed on.
+        passing_on = threading.Timer(INTERRUPT_SECONDS, forward, (number, None))
+        passing_on.daemon = True
+        passing_on.start()
+
     previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-                # The terminal sends Ctrl-C to the ranks itself.
-                signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+                signal.SIGINT: signal.signal(signal.SIGINT, interrupt)}
     try:
         return supervise(ranks, first_rank)
     finally:

@@ -23,6 +23,18 @@ from rlk.topology import PATIENCE_S, Topology
 
 GIB = 1 << 30
 PROCESS_BYTES = GIB // 2  # Python, torch and the kernels, resident in each rank (measured: 0.4 GiB on a CPU)
+REMEDIES = {  # of each item, what makes it smaller
+    "process": "use fewer ranks on this node",
+    "weights": "raise --tp",
+    "gradients (fp32)": "raise --tp",
+    "optimizer (fp32 master, two moments)": "raise --tp or --nproc",
+    "reference model": "raise --tp, or set --kl-coef 0",
+    "engine's own weights": "raise --rollout-tp, or make it equal to --tp",
+    "activations": "lower --max-tokens-per-gpu or --prefill-chunk, or raise --tp",
+    "collectives": "use fewer ranks in a group",
+    "logits": "lower --max-tokens-per-gpu or --max-running",
+    "KV pages": "lower --memory-fraction or --max-running",
+}
 
 
 @dataclass(frozen=True)
@@ -41,9 +53,10 @@ class MemoryPlan:
         """Raise UsageError, with the sum, unless the plan fits."""
         if self.total > self.available:
             parts = " + ".join(f"{name} {gib(size)}" for name, size in self.items.items())
+            largest = max(self.items, key=self.items.__getitem__)
             raise UsageError(
                 f"does not fit in memory: {parts} = {gib(self.total)} on each rank, but {gib(self.available)} is "
-                "available; raise --tp or --nproc, or lower --max-tokens-per-gpu or --memory-fraction")
+                f"available; most goes to {largest}: {REMEDIES[largest]}")
 
 
 def gib(size: int) -> str:
@@ -70,17 +83,20 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
         items["reference model"] = parameters * width
     if config.engine_tp != topology.tp:
         items["engine's own weights"] = local_parameters(model, config.engine_tp) * width
-    items["activations"] = activation_bytes(config, model, topology, tokens, width)
+    sequences = -(-config.rollout_batch_size // topology.engines) * config.samples_per_prompt
+    running = min(sequences, config.max_running)
+    prefilled = min(config.prefill_chunk, running * longest)
+    items["activations"] = max(activation_bytes(config, model, topology, tokens, width),
+                               layer_bytes(model, config.engine_tp, prefilled + running, width))
     if config.device == "cuda" and config.mode == "consistency":
         items["collectives"] = sum(segment_bytes(SIZES, world) for world in _ipc_groups(config, topology))
-    rows = max(min(tokens, CHUNK_TOKENS), config.max_running)
+    rows = max(min(tokens, CHUNK_TOKENS), running)
     items["logits"] = 4 * rows * 4 * model.padded_vocab  # fp32; the whole row is sorted in sampling, with its indices
 
     kv_heads = model.num_kv_heads // config.engine_tp
     page_bytes = 2 * model.num_layers * config.page_size * kv_heads * model.head_dim * width
     pages_of_one = -(-longest // config.page_size)
-    sequences = -(-config.rollout_batch_size // topology.engines) * config.samples_per_prompt
-    wanted = pages_of_one * min(sequences, config.max_running)
+    wanted = pages_of_one * running
     allowed = int(available * config.memory_fraction) // page_bytes
     if allowed < pages_of_one:
         raise UsageError(
@@ -108,16 +124,22 @@ def local_parameters(model: ModelConfig, tp: int) -> int:
 def activation_bytes(config: RunConfig, model: ModelConfig, topology: Topology, tokens: int, width: int) -> int:
     """What one micro-batch keeps for its backward pass, an upper estimate.
 
-    A layer keeps its norms' inputs and outputs, qkv, heads, attention output, gate-up and SwiGLU, and two FP32 partial
-    sums; with recompute only the residual and its norm, plus one whole layer at a time (twice: its gradients).
+    Without recompute every layer keeps what `layer_bytes` counts; with it the residual and its norm, plus one whole
+    layer at a time (twice: its gradients). Keys and values are gathered over cp.
     """
-    D, F, E = model.hidden_size, model.intermediate_size // topology.tp, model.head_dim
-    H, G = model.num_heads // topology.tp, model.num_kv_heads // topology.tp
-    layer = tokens * (width * (4 * D + 2 * (H + 2 * G) * E + H * E + 3 * F) + 4 * 2 * D)
-    layer += 2 * tokens * topology.cp * G * E * width  # keys and values gathered over cp
+    layer = layer_bytes(model, topology.tp, tokens, width)
+    layer += 2 * tokens * topology.cp * (model.num_kv_heads // topology.tp) * model.head_dim * width
     if config.recompute:
-        return model.num_layers * tokens * 2 * D * width + 2 * layer
+        return model.num_layers * tokens * 2 * model.hidden_size * width + 2 * layer
     return (model.num_layers + 1) * layer
+
+
+def layer_bytes(model: ModelConfig, tp: int, tokens: int, width: int) -> int:
+    """What one layer makes of so many tokens on one of `tp` ranks: its norms' inputs and outputs, qkv, heads, attention
+    output, gate-up and SwiGLU, and two FP32 partial sums."""
+    D, F, E = model.hidden_size, model.intermediate_size // tp, model.head_dim
+    H, G = model.num_heads // tp, model.num_kv_heads // tp
+    return tokens * (width * (4 * D + 2 * (H + 2 * G) * E + H * E + 3 * F) + 4 * 2 * D)
 
 
 def available_memory(device: str, ranks_here: int) -> int:

@@ -128,6 +128,11 @@ class Registry:
             del self._overrides[op]
             self._chosen.clear()
 
+    def forget_calls(self) -> None:
+        """Count from here on: for a second run in one process, whose readback would tell of the first."""
+        for backend in (backend for backends in self._backends.values() for backend in backends):
+            backend.calls.clear()
+
     def readback(self) -> list[dict]:
         """Rows {op, backend, device, dtype, contract, calls} for everything that ran, sorted."""
         rows = [

@@ -41,13 +41,5 @@ def repeatable(run_dir: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in metrics(run_dir)]
 
 
-def forget_calls() -> None:
-    """For a run in the tests' own process, whose readback would tell of the tests before it."""
-    from rlk.ops.registry import registry
-
-    for backend in (backend for backends in registry._backends.values() for backend in backends):
-        backend.calls.clear()
-
-
 def audit(run_dir: Path) -> dict:
     return json.loads((run_dir / "audit.json").read_text())

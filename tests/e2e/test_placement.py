@@ -15,8 +15,9 @@ from rlk.audit.validate import validate_run
 from rlk.config import RunConfig
 from rlk.errors import CheckFailed
 from rlk.model.tiny import create_tiny
+from rlk.ops.registry import registry
 from rlk.train.trainer import run
-from tests.e2e.runs import forget_calls, metrics, repeatable
+from tests.e2e.runs import metrics, repeatable
 from tests.pretend_gpu import GpuCommunicator, PlacementError, pretend_gpu
 from tests.spawn import run_ranks
 
@@ -31,7 +32,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def as_it_was():
-    forget_calls()
+    registry.forget_calls()
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -17,8 +17,9 @@ import torch
 from rlk.audit.validate import validate_run
 from rlk.config import FAULTS, resolve
 from rlk.errors import CheckFailed
+from rlk.ops.registry import registry
 from rlk.train.trainer import run
-from tests.e2e.runs import ROOT, audit, forget_calls, metrics, repeatable, rlk, run_options
+from tests.e2e.runs import ROOT, audit, metrics, repeatable, rlk, run_options
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
@@ -39,7 +40,7 @@ def tiny(tmp_path_factory):
 def deterministic(monkeypatch):
     """As launch/env/cuda.env has it for ranks; and afterwards as it was."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    forget_calls()
+    registry.forget_calls()
     yield
     torch.use_deterministic_algorithms(False)
 

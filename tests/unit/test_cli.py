@@ -93,6 +93,17 @@ def test_a_wrong_environment_variable_is_one_line_and_2(call, monkeypatch):
     assert (status, err) == (2, "error: environment: unknown variable RLK_TOPP (did you mean RLK_TOP_P?); unset it\n")
 
 
+@pytest.mark.parametrize("local_rank, said", [(None, "error: interrupted\n"), ("0", "error: interrupted\n"), ("1", "")])
+def test_an_interrupt_is_130_and_said_once_a_host(call, monkeypatch, local_rank, said):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "rlk", interrupted)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert call("run") == (130, "", said)
+
+
 def test_plan_shows_values_sources_places_and_memory(call, checkpoint, monkeypatch):
     monkeypatch.setenv("RLK_TEMPERATURE", "0.7")
     status, out, err = call("plan", "--profile", "cpu-tiny", "--model", str(checkpoint / "model"),

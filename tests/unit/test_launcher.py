@@ -21,6 +21,8 @@ import os, signal, sys, time
 what, folder, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
 if what == "term":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+if what == "interrupted":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 open(f"{folder}/{rank}-of-{os.environ['WORLD_SIZE']}", "w").close()
 if what == "ok":
     sys.exit(0)
@@ -73,6 +75,19 @@ def test_sigterm_reaches_every_rank_and_their_status_is_ours(ranks):
 
     threading.Thread(target=send_when_started, daemon=True).start()
     assert launch(["term", str(ranks)], 2, "cpu") == 143
+
+
+def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(ranks, monkeypatch):
+    """Ctrl-C reaches them by itself; `kill -INT` of the launcher does not."""
+    monkeypatch.setattr(launcher, "INTERRUPT_SECONDS", 0.1)
+
+    def send_when_started():
+        while len(names(ranks)) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send_when_started, daemon=True).start()
+    assert launch(["interrupted", str(ranks)], 2, "cpu") == 130
 
 
 def test_what_a_rank_inherits():

@@ -1,6 +1,7 @@
 """The memory plan (CASES 7)."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from rlk.config import RunConfig, resolve
 from rlk.errors import UsageError
 from rlk.model.config import ModelConfig
 from rlk.model.qwen3 import Qwen3
-from rlk.plan import GIB, activation_bytes, available_memory, local_parameters, plan_memory
+from rlk.plan import (
+    GIB,
+    REMEDIES,
+    activation_bytes,
+    available_memory,
+    layer_bytes,
+    local_parameters,
+    plan_memory,
+)
 from rlk.report.plan import memory_table
 from rlk.topology import Topology
 
@@ -45,6 +54,20 @@ def test_what_does_not_fit_is_refused_with_the_sum_item_by_item():
     for name, size in memory.items.items():
         assert f"{name} {size / GIB:.2f} GiB" in text
     assert f"= {memory.total / GIB:.2f} GiB on each rank, but 24.00 GiB is available" in text and "\n" not in text
+
+
+@pytest.mark.parametrize("options, largest", [
+    (dict(tp=1), "optimizer (fp32 master, two moments)"),
+    (dict(tp=1, max_tokens_per_gpu=1 << 20), "activations"),
+    (dict(tp=1, max_response_len=40000, memory_fraction=1.0, max_running=1 << 20, rollout_batch_size=1 << 8),
+     "KV pages"),
+])
+def test_what_to_do_is_said_of_the_largest_item(options, largest):
+    memory = plan(RunConfig(**options), QWEN3_8B, available=100 * GIB)
+    with pytest.raises(UsageError, match=re.escape(f"most goes to {largest}: {REMEDIES[largest]}")):
+        memory.check()
+    everything = plan(RunConfig(kl_coef=0.1, tp=2, rollout_tp=1, device="cuda"), world=2)
+    assert everything.items.keys() == REMEDIES.keys()
 
 
 @pytest.mark.parametrize("profile, gpu_bytes", [("mi300x-qwen3-8b", 191 * GIB), ("h200-qwen3-8b", 139 * GIB)])
@@ -100,6 +123,14 @@ def test_recompute_lowers_the_activations():
     topology = Topology.plan(1, 0, 1, 1)
     kept = activation_bytes(RunConfig(recompute=False), QWEN3_8B, topology, 4096, 2)
     assert activation_bytes(RunConfig(), QWEN3_8B, topology, 4096, 2) < kept / 3
+
+
+def test_a_large_prefill_chunk_is_counted_up_to_what_there_is_to_prefill():
+    def activations(chunk):
+        return plan(RunConfig(max_response_len=44, max_tokens_per_gpu=64, prefill_chunk=chunk)).items["activations"]
+
+    assert activations(16) == activations(64) < activations(400)
+    assert activations(10**9) == activations(512) == layer_bytes(SMALL, 1, 8 * 64 + 8, 2)
 
 
 def test_ranks_share_the_memory_of_a_host():
