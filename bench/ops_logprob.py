@@ -11,8 +11,8 @@ FP32, and its output is the whole [tokens, vocabulary]. Keys; CASE is the whole 
     logprob_[CASE_]peak_gib               most memory beside operands and retained sets; logprob_fp32_logits_gib: what
                                           [tokens, vocabulary] in FP32 would take
     logprob_[CASE_]over_floor             over FLOPs at the peak rate plus operands at copy bandwidth
-    logprob_products_us, .._scoring_us    the forward's chunks of the product, and the rest, each timed alone
-    logprob_half_chunks_over_gemm         with half as many tokens a chunk
+    logprob_products_us, .._scoring_us    the forward's parts of the product, and the rest, each timed alone
+    logprob_half_chunks_over_gemm         with half as many logits at a time
 
 Shape legend: T tokens, D hidden, V vocabulary.
 """
@@ -27,7 +27,7 @@ from timing import BANDWIDTH, PEAK, Arm, measure
 from rlk.collectives import LocalCommunicator
 from rlk.contract import VOCAB_TILES
 from rlk.ops.gemm import linear_fp32
-from rlk.ops.logprob import CHUNK_TOKENS, ScoreRule, Support, score
+from rlk.ops.logprob import CHUNK_TOKENS, VOCAB_PARTS, ScoreRule, Support, score
 from rlk.ops.registry import registry
 
 T, D, V, VALID, TEMPERATURE = 8192, 4096, 151_936, 151_669, 0.7
@@ -128,20 +128,22 @@ def backward_figures(case: str, hidden_TD, head_VD, targets_T, rule: ScoreRule) 
 
 def parts(hidden_TD, head_VD, targets_T) -> dict[str, float]:
     """The whole vocabulary's forward, taken apart: its products alone, and what reads their results, alone."""
-    chunks = hidden_TD.split(CHUNK_TOKENS)
-    logits_TV = linear_fp32(chunks[0], head_VD)  # several times the L2 cache, so one chunk stands for all
-    offsets, ids_T = torch.arange(CHUNK_TOKENS + 1, device="cuda"), targets_T[:CHUNK_TOKENS].int()
-    values_T, inv_t = logits_TV.new_empty(CHUNK_TOKENS), 1 / TEMPERATURE
+    parts_VD = head_VD.chunk(VOCAB_PARTS)
+    logits_TV = linear_fp32(hidden_TD, parts_VD[0])  # several times the L2 cache, so one part stands for all
+    offsets, ids_T = torch.arange(T + 1, device="cuda"), targets_T.int()
+    values_T, inv_t, tiles = logits_TV.new_empty(T), 1 / TEMPERATURE, VOCAB_TILES // VOCAB_PARTS
 
     def products() -> None:
-        for chunk in chunks:
-            linear_fp32(chunk, head_VD)
+        for part_VD in parts_VD:
+            linear_fp32(hidden_TD, part_VD)
 
     def scoring() -> None:
-        for _ in chunks:
+        stats = []
+        for _ in parts_VD:
             registry.call("pick_logits", logits_TV, logits_TV, offsets, ids_T, 0, values_T)
-            stats = registry.call("tile_stats", logits_TV, logits_TV, VOCAB_TILES, 0, VALID, inv_t)
-            registry.call("merge_tiles", stats, stats, values_T, inv_t)
+            stats.append(registry.call("tile_stats", logits_TV, logits_TV, tiles, 0, VALID, inv_t))
+        stats_T = torch.cat(stats, 1)
+        registry.call("merge_tiles", stats_T, stats_T, values_T, inv_t)
 
     with torch.no_grad():
         times = measure([Arm("products", products), Arm("scoring", scoring)], graph=False)

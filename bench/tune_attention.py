@@ -4,7 +4,7 @@ For each kernel its candidates, on the cases of ops_attention.py, beside the pee
 bits of the configuration in the table. Then other chunk widths, whose bits differ: for the contract's constant. Prints;
 what it finds goes into CONFIGS of triton/attention.py and attention_backward.py by hand.
 
-    python bench/tune_attention.py [decode prefill dkdv dq chunks]
+    python bench/tune_attention.py [decode forward dkdv dq chunks]
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ SHOWN = 6
 ROWS = ("BLOCK_M", "WHOLE", "num_warps", "num_stages")
 TILES = ("BLOCK_M", "BLOCK_N", "WHOLE", "num_warps", "num_stages")
 CANDIDATES: dict[str, tuple[str, tuple[str, ...], tuple[tuple, ...]]] = {
-    "prefill": ("attention_prefill", ROWS, (
-        (128, True, 8, 2), (128, True, 8, 3), (128, True, 8, 4), (128, False, 8, 2), (128, False, 8, 3),
-        (64, True, 4, 2), (64, False, 4, 2), (64, True, 4, 3), (64, False, 4, 3))),
+    "forward": ("attention_hopper", ("STAGES",), ((2,), (3,), (4,))),
     "dkdv": ("attention_dkdv", TILES, (
         (64, 128, True, 8, 2), (64, 128, True, 8, 3), (64, 128, False, 8, 2), (64, 128, False, 8, 3),
         (32, 128, True, 8, 2), (32, 128, True, 8, 3), (32, 128, True, 8, 4), (64, 64, True, 4, 2),
@@ -145,7 +143,7 @@ def tune_training(names: list[str]) -> None:
     case = Training()
     forward, backward = case.sdpa_arms()
     for name in names:
-        run, peers = (case.forward, forward) if name == "prefill" else (case.backward, backward)
+        run, peers = (case.forward, forward) if name == "forward" else (case.backward, backward)
         tune("training", name, run, peers, plan=case.plan)
     pieces(case)
 
@@ -185,12 +183,12 @@ def tune_chunks() -> None:
 def main() -> None:
     if not torch.cuda.is_available() or torch.version.hip:
         sys.exit("error: this times sm_90 candidates; run it on a machine with an NVIDIA GPU")
-    chosen = sys.argv[1:] or ["prefill", "dkdv", "dq", "decode", "chunks"]
-    if unknown := set(chosen) - {"prefill", "dkdv", "dq", "decode", "chunks"}:
-        sys.exit(f"error: no kernel {', '.join(sorted(unknown))}; expected some of decode prefill dkdv dq chunks")
+    chosen = sys.argv[1:] or ["forward", "dkdv", "dq", "decode", "chunks"]
+    if unknown := set(chosen) - {"forward", "dkdv", "dq", "decode", "chunks"}:
+        sys.exit(f"error: no kernel {', '.join(sorted(unknown))}; expected some of decode forward dkdv dq chunks")
     print(f"in {HERE}, on {torch.cuda.get_device_name()}, {ops_attention.TOKENS} tokens in training", flush=True)
     compile_ahead([part for name in chosen for part in (("split", "merge") if name == "decode" else (name,))])
-    if training := [name for name in ("prefill", "dkdv", "dq") if name in chosen]:
+    if training := [name for name in ("forward", "dkdv", "dq") if name in chosen]:
         tune_training(training)
     if "decode" in chosen:
         tune_decode()

@@ -7,7 +7,7 @@ queries become tiles: attention_plan.py. Schedules with equal bits:
   attention_hopper   the same for rows of keys on sm_90: attention_hopper.py
   attention_split    one program per (tile, kv head, chunk) writes the chunk's FP32 state to a workspace
   attention_merge    one program per (query row, head) joins the states
-Keys that no row of a tile sees are never read. A key that is seen must be finite: a later row's NaN in the same tile
+Keys that no row of a tile sees reach no result. A key that is seen must be finite: a later row's NaN in the same tile
 would reach the rows before it.
 """
 
@@ -271,17 +271,19 @@ def attention_varlen(q_THE: torch.Tensor, k_UGE: torch.Tensor, v_UGE: torch.Tens
                      key_starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rlk.ops.attention.attention_varlen on the GPU, forward: (o [T, H, E] BF16, base-2 log-sum-exp [T, H] FP32).
 
-    k and v with rows of different strides (a norm's output beside a view of the fused qkv) are copied where a kernel
-    knows one stride.
+    k and v whose heads do not lie together are copied; so are those of different row strides (a norm's output beside a
+    view of the fused qkv) where a kernel knows one stride.
     segments: on the CPU, or a Plan. key_starts int32 [sources] on the GPU; its entries are not checked. Rows outside of
     every segment have o = 0 and lse = 0. Raises ValueError for shapes, strides and segments that do not fit.
     """
+    k_UGE, v_UGE = (x if x.stride()[-2:] == (x.shape[-1], 1) else x.contiguous() for x in (k_UGE, v_UGE))
+    check_keys("attention_varlen", k_UGE, v_UGE)
     if not isinstance(segments, Plan):
         segments = make_plan(segments, q_THE, k_UGE.shape[1], len(key_starts), len(k_UGE))
     one_stride = segments.split is not None or prefill_kernel(architecture(), False) == "attention_prefill"
     if one_stride and k_UGE.stride() != v_UGE.stride():
         k_UGE, v_UGE = k_UGE.contiguous(), v_UGE.contiguous()
-    check_keys("attention_varlen", k_UGE, v_UGE)
+        check_keys("attention_varlen", k_UGE, v_UGE)  # says where the new ones may reach
     return _attend("attention_varlen", q_THE, k_UGE, v_UGE, segments, key_starts, (k_UGE.stride(0), 0, 0, 0, 0), False)
 
 
@@ -311,6 +313,10 @@ def _attend(op, q_THE, k, v, tiling, table, key_layout, paged):
     shared = (table, logit_scale(E), H // G, q_THE.stride(0), *key_layout)
     if tiling.prefill is not None:
         config = choose(architecture(), prefill_kernel(architecture(), paged))
+        if tiling.prefill.rows * (H // G) > config.constants["BLOCK_M"]:
+            raise ValueError(f"{op} got a plan for tiles of {tiling.prefill.rows} rows x {H // G} heads, expected at "
+                             f"most {config.constants['BLOCK_M']}; make the plan for keys in "
+                             f"{'pages' if paged else 'rows'}")
         grid, tile_table = (len(tiling.prefill.table), G), tiling.prefill.table
         if config.kernel == "attention_hopper":
             attention_hopper[grid](rows_of(k), rows_of(v), q_THE, v, o_THE, lse_TH, tile_table, table, logit_scale(E),
@@ -379,7 +385,7 @@ def variants(arch: str) -> list[Variant]:
     found = []
     for name, config in CONFIGS[arch].items():
         for E, (form, own) in itertools.product(HEAD_DIMS, FORMS[config.kernel].items()):
-            if config.kernel == "attention_prefill" != prefill_kernel(arch, paged=own["PAGED"]):
+            if config.kernel == "attention_prefill" and prefill_kernel(arch, own["PAGED"]) != config.kernel:
                 continue
             function, fixed = FUNCTIONS[config.kernel], constants(config, E, **own)
             types = POINTERS | {"scale": "fp32", "k_rows": rows_type(E), "v_rows": rows_type(E)}

@@ -4,13 +4,14 @@ Shape legend: T query rows (packed), U key rows (packed), H query heads, G kv he
 of every sum are those of attention_rule.py, written down again in Gluon: here the program, not the compiler, says which
 warps wait for what. tests/gpu/test_triton_attention.py holds that both give the same bytes.
 
-DATA LAYOUT. A tile (attention_plan.py) of BLOCK_M = 2 x ROWS rows is one program of nine warps. Two groups of four
-warps have ROWS rows each; one warp loads the keys for both. In shared memory, 128-byte swizzled:
+DATA LAYOUT. A tile (attention_plan.py) of BLOCK_M = 2 x ROWS rows is one program of twelve warps. Two groups of four
+have ROWS rows each; one warp loads the keys for both, and three are idle. In shared memory, 128-byte swizzled:
   queries  [2, ROWS, E]          of each group
   k, v     [STAGES, BLOCK_N, E]  a ring of blocks of keys, filled by the tensor memory accelerator
   last_v   [2, BLOCK_N, E]       v of the tile's last block: rows that no query sees hold a copy of one that is seen
   ones     [SUM_COLUMNS, BLOCK_N]
-A stage's k is full when its bytes have arrived and free when both groups have multiplied with it; so is its v.
+A stage's k is full when its bytes have arrived and free when both groups have multiplied with it; so is its v. Of the
+last block all of k is loaded, whatever lies behind the tile's keys: its products are replaced before they are used.
 
 REDUCTION ORDER. That of attention_rule.py: the products of a block in one accumulator, E ascending; the row sum and
 P V in one accumulator each over the blocks of a chunk; chunk states joined ascending. A group makes the weights of a
@@ -24,7 +25,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -40,6 +40,9 @@ SUM_COLUMNS = gl.constexpr(8)  # the narrowest matrix instruction: every column 
 # Registers of a thread: what the launch gives, 168 for twelve warps, goes from the loading warps to the others.
 COMPUTE_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
+# Triton renamed these after 3.6.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the threads of a group
+load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
@@ -107,9 +110,13 @@ def begin_sums(weighed, ones, v, E: gl.constexpr):
 
 
 @gluon.jit
-def tile_row(m, tile, group):
-    """(query row, its position, head of the group, whether it is there) of tile row m; absent ones repeat the last."""
+def tile_rows(which: gl.constexpr, tile, group, LAYOUT: gl.constexpr):
+    """(query row, its position, head of the kv head's, whether it is there) of each row of group `which`.
+
+    Rows that are absent repeat the last one.
+    """
     row_start, row_count, position_start, _ = tile
+    m = which * ROWS + gl.arange(0, ROWS, LAYOUT)
     row = m // group
     near = gl.minimum(row, row_count - 1)
     return row_start + near, position_start + near, m - row * group, row < row_count
@@ -126,18 +133,15 @@ def attend(which: gl.constexpr, tile, q, v, o, lse, scale, group, kv_head, heads
     whole = position_start // BLOCK_N  # blocks of which every row sees every key; one follows
 
     e = gl.arange(0, E, gl.SliceLayout(0, row_wise(E)))[None, :]
-    row, _, head, _ = tile_row(which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, row_wise(E))), tile, group)
-    head = kv_head * group + head
-    async_copy.async_copy_global_to_shared(queries, q + row.to(gl.int64)[:, None] * q_stride + head[:, None] * E + e)
-    async_copy.commit_group()
+    row, _, head, _ = tile_rows(which, tile, group, gl.SliceLayout(1, row_wise(E)))
+    q_rows = gl.load(q + row.to(gl.int64)[:, None] * q_stride + (kv_head * group + head)[:, None] * E + e)
     last_position = gl.minimum(whole * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_wise(E))),
                                position_start + row_count - 1)
-    last_key = (first_key + last_position).to(gl.int64)
-    async_copy.async_copy_global_to_shared(last_v, v + last_key[:, None] * v_stride + kv_head * E + e)
-    async_copy.commit_group()
-    async_copy.wait_group(1)
+    v_rows = gl.load(v + (first_key + last_position).to(gl.int64)[:, None] * v_stride + kv_head * E + e)
+    queries.store(q_rows)
+    last_v.store(v_rows)
     fence_async_shared()
-    gl.thread_barrier()  # all threads' copies, before anyone multiplies with them
+    barrier()  # all threads' stores, before anyone multiplies with them
 
     total = empty_state(BLOCK_N, E)
     chunk = empty_state(BLOCK_N, E)
@@ -169,13 +173,9 @@ def attend(which: gl.constexpr, tile, q, v, o, lse, scale, group, kv_head, heads
     if (whole % (CHUNK // BLOCK_N) == 0) & (whole > 0):
         total = join(total, chunk, E)
         chunk = empty_state(BLOCK_N, E)
-    m_row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(BLOCK_N)))
-    row, position, head, live = tile_row(m_row, tile, group)
+    row, position, head, live = tile_rows(which, tile, group, gl.SliceLayout(1, accumulator(BLOCK_N)))
     key = whole * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, accumulator(BLOCK_N)))
     products = gl.where(key[None, :] <= position[:, None], products, float("-inf"))
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
     m, d, acc = begin_sums(weigh(chunk, products, scale, E), ones, last_v, E)
     d, acc = warpgroup_mma_wait(0, deps=(d, acc))
 
@@ -185,7 +185,7 @@ def attend(which: gl.constexpr, tile, q, v, o, lse, scale, group, kv_head, heads
     output = gl.div_rn(acc + 0.0, of_rows(row_sum, E) + gl.zeros_like(acc)).to(o.dtype.element_ty)
     log_sum = m + gl.log2(gl.convert_layout(row_sum, m.type.layout))
     gl.store(lse + row.to(gl.int64) * heads + kv_head * group + head, log_sum, mask=live)
-    row, _, head, live = tile_row(which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, row_wise(E))), tile, group)
+    row, _, head, live = tile_rows(which, tile, group, gl.SliceLayout(1, row_wise(E)))
     at = row.to(gl.int64) * heads + kv_head * group + head
     gl.store(o + at[:, None] * E + e, gl.convert_layout(output, row_wise(E)), mask=live[:, None])
 
@@ -201,11 +201,11 @@ def load_keys(tile, kv_head, k_rows, v_rows, ring, E: gl.constexpr, BLOCK_N: gl.
         at = [first_key + block * BLOCK_N, kv_head * E]
         mbarrier.wait(k_free.index(stage), phase)
         mbarrier.expect(k_full.index(stage), k_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_rows, at, k_full.index(stage), k_ring.index(stage))
+        load_block(k_rows, at, k_full.index(stage), k_ring.index(stage))
         if block < whole:
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_full.index(stage), v_rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_rows, at, v_full.index(stage), v_ring.index(stage))
+            load_block(v_rows, at, v_full.index(stage), v_ring.index(stage))
         stage += 1
         if stage == STAGES:
             stage, phase = 0, phase ^ 1

@@ -1,4 +1,4 @@
-"""How attention's queries are cut in tiles: the host's half of triton/attention.py and attention_backward.py.
+"""How attention's queries are cut in tiles: the host's half of the attention kernels.
 
 A tile is a segment (rlk/ops/attention.py) that one program can hold: its rows, times the query heads of a kv head, fit
 in BLOCK_M, and their positions lie within one block of keys. So no row ever meets a block that it sees nothing of, in

@@ -1,4 +1,5 @@
-"""The attention rule in Triton: what the prefill, split and merge kernels of attention.py share.
+"""The attention rule in Triton: what the prefill, split and merge kernels of attention.py share, and the order of
+every sum of theirs and of attention_hopper.py.
 
 DATA LAYOUT. The query heads of one kv head are the rows of one tile: tile row = query row * group + head within the
 group. A tile's keys are read in blocks of BLOCK_N at absolute positions, from rows or from pages.
@@ -21,7 +22,7 @@ Every sum runs inside one matrix instruction or one accumulator, so tile height,
 import triton
 import triton.language as tl
 
-SUM_COLUMNS = tl.constexpr(16)  # the narrowest matrix instruction: every column of P x ones is the row sum
+SUM_COLUMNS = tl.constexpr(16)  # the narrowest that tl.dot takes: every column of P x ones is the row sum
 
 
 @triton.jit

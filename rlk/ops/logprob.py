@@ -13,6 +13,7 @@ A retained set is a CSR pair (offsets int64 [T+1], ids int32 [N]), ids ascending
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from rlk.ops.gemm import gemm_dw, gemm_dx, linear_fp32
 from rlk.ops.gradients import main_grad, wants_grad
 from rlk.ops.registry import EVERYWHERE, registry
 
-CHUNK_TOKENS = 2048  # most rows whose logits exist at one time in `score`
+CHUNK_TOKENS = 2048  # most rows of logits of the whole vocabulary that exist at one time in `score`, or as many bytes
+VOCAB_PARTS = 4  # most parts of the vocabulary that are read one after the other, on all ranks together
 CHUNK_STEP = 256  # rows: products of other numbers of rows get padded
 MOST_BYTES = 1 << 31  # of a chunk's logits or dlogits: a GPU's kernels take less
 
@@ -51,11 +53,15 @@ def score(hidden_TD: torch.Tensor, head_VD: torch.Tensor, targets_T: torch.Tenso
           comm: Communicator, chunk_tokens: int = CHUNK_TOKENS) -> Scores:
     """Log-prob and entropy of each target from the final hidden states: (logprob, entropy), FP32 [T] each.
 
-    head_VD is this rank's rows [rank * V, (rank + 1) * V) of the LM head; targets_T is int64. Logits exist for
-    at most chunk_tokens tokens at a time. `logprob` is differentiable with respect to hidden_TD (the gradient is this
-    rank's partial sum; copy_to_tp upstream adds up the ranks') and to head_VD (added into head_VD.main_grad). Raises
-    CheckFailed for a target outside its retained set or the vocabulary.
+    head_VD is this rank's rows [rank * V, (rank + 1) * V) of the LM head; targets_T is int64. At a time there are no
+    more logits than chunk_tokens tokens have over the whole vocabulary. `logprob` is differentiable with respect to
+    hidden_TD (the gradient is this rank's partial sum; copy_to_tp upstream adds up the ranks') and to head_VD (added
+    into head_VD.main_grad).
+    Raises CheckFailed for a target outside its retained set or the vocabulary, ValueError for another number of them.
     """
+    if hidden_TD.shape[0] != targets_T.numel():
+        raise ValueError(f"got {hidden_TD.shape[0]} rows of hidden states and {targets_T.numel()} targets, expected as "
+                         "many; give the rows that are scored")
     vocab = comm.world * head_VD.shape[0]
     picks, chunk = _Picks.of(targets_T, rule, vocab), chunk_rows(chunk_tokens, vocab)
     if wants_grad(hidden_TD, head_VD):
@@ -113,10 +119,11 @@ def _later_check(targets_T, good_T, expected: Callable[[int], str]) -> Callable[
     A GPU is asked now, and waited for when the result is called: what is launched in between keeps it busy.
     """
     all_good, asked = good_T.all(), None
-    if good_T.is_cuda and torch.cuda.is_initialized():
+    if good_T.is_cuda and torch.cuda.is_initialized():  # the tests' pretended GPU has no events
         all_good, asked = all_good.to("cpu", non_blocking=True), torch.cuda.Event()
-        asked.record()
+        asked.record(torch.cuda.current_stream(good_T.device))
 
+    @functools.cache  # no need to ask again
     def check() -> None:
         if asked is not None:
             asked.synchronize()
@@ -177,22 +184,50 @@ def _score_chunks(hidden_TD, head_VD, picks: _Picks, rule: ScoreRule, comm: Comm
     if VOCAB_TILES % comm.world:
         raise ValueError(f"{comm.world} ranks cannot own {VOCAB_TILES} vocabulary tiles in equal parts")
     first_id = comm.rank * head_VD.shape[0]
+    if rule.support is not None:
+        values_N = _pick_sets(hidden_TD, head_VD, picks, first_id, chunk)
+        values_N = comm.all_reduce(values_N, values_N)  # exact: all ranks but the owner hold +0
+        return values_N, _finish(values_N, None, picks, rule)
+    values_T, local_stats = _read_vocabulary(hidden_TD, head_VD, picks, rule, first_id, comm.world, chunk)
+    values_T = comm.all_reduce(values_T, values_T)  # exact: all ranks but the owner hold +0
+    by_rank = comm.all_gather(local_stats)
+    return values_T, _finish(values_T, by_rank.transpose(0, 1).flatten(1, 2).contiguous(), picks, rule)
+
+
+def _pick_sets(hidden_TD, head_VD, picks: _Picks, first_id: int, chunk: int) -> torch.Tensor:
+    """The logits of the retained sets' ids, FP32 [N]; +0 where another rank owns them."""
     values_N = hidden_TD.new_empty(picks.ids_N.numel(), dtype=torch.float32)
-    stats = []
     for rows in _chunks(hidden_TD.shape[0], chunk):
         logits_TV = linear_fp32(hidden_TD[rows], head_VD)
-        if rows.start == 0:  # the answer comes while the product runs
-            picks.check()
+        picks.check()  # the answer comes while the product runs
         _pick(logits_TV, picks.offsets[rows.start:rows.stop + 1], picks.ids_N, first_id, values_N)
-        if rule.support is None:
-            stats.append(_tile_stats(logits_TV, rule, VOCAB_TILES // comm.world, first_id))
         del logits_TV  # before the next chunk's exist
-    values_N = comm.all_reduce(values_N, values_N)  # exact: all ranks but the owner hold +0
-    if rule.support is not None:
-        return values_N, _finish(values_N, None, picks, rule)
-    local_stats = torch.cat(stats) if stats else values_N.new_empty(0, VOCAB_TILES // comm.world, 3)
-    by_rank = comm.all_gather(local_stats)
-    return values_N, _finish(values_N, by_rank.transpose(0, 1).flatten(1, 2).contiguous(), picks, rule)
+    return values_N
+
+
+def _read_vocabulary(hidden_TD, head_VD, picks: _Picks, rule: ScoreRule, first_id: int, world: int,
+                     chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The targets' logits, FP32 [T], +0 where another rank owns them, and the states of this rank's tiles.
+
+    As many logits at a time as `chunk` rows of the whole vocabulary have, but of more rows and less of the vocabulary,
+    in whole tiles: a product with few rows reads the weights for little work.
+    """
+    tiles, stats = VOCAB_TILES // world, []
+    values_T = hidden_TD.new_zeros(hidden_TD.shape[0], dtype=torch.float32)
+    for rows in _chunks(hidden_TD.shape[0], chunk * VOCAB_PARTS):
+        hidden, offsets = hidden_TD[rows], picks.offsets[rows.start:rows.stop + 1]
+        parts = min(-(-hidden.shape[0] // (chunk * world)), max(1, VOCAB_PARTS // world))
+        parts = 1 << (parts - 1).bit_length()
+        of_rows, picked_T = [], torch.empty_like(values_T)
+        for number, part_VD in enumerate(head_VD.chunk(parts)):
+            logits_TV, part_id = linear_fp32(hidden, part_VD), first_id + number * part_VD.shape[0]
+            picks.check()  # the answer comes while the product runs
+            _pick(logits_TV, offsets, picks.ids_N, part_id, picked_T)
+            values_T[rows] += picked_T[rows]  # exact: one part owns the target, the others give +0
+            of_rows.append(_tile_stats(logits_TV, rule, tiles // parts, part_id))
+            del logits_TV  # before the next part's exist
+        stats.append(torch.cat(of_rows, 1))
+    return values_T, torch.cat(stats) if stats else values_T.new_empty(0, tiles, 3)
 
 
 class _Score(torch.autograd.Function):

@@ -12,7 +12,8 @@ from tests.gfx942.emulator import Device
 from tests.gfx942.triton_runs import run_variant
 
 MODULES = (gemm, gemm_reduce, logprob, norm, rope, swiglu)
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
+         torch.int64: "*i64"}
 EPS = 1e-6
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlk.collectives import LocalCommunicator
+from rlk.errors import CheckFailed
 from rlk.ops.gemm import linear_fp32
 from rlk.ops.logprob import CHUNK_TOKENS, ScoreRule, score, score_logits
 from tests.gpu.operator_checks import same
@@ -71,3 +72,18 @@ def test_the_logits_of_a_chunk_are_the_most_that_exists():
         backward = torch.cuda.max_memory_allocated() - before
     assert of_a_chunk <= forward < 1.1 * of_a_chunk
     assert backward < 3.2 * of_a_chunk  # those, and dlogits in the room of two
+
+
+@pytest.mark.parametrize("row", [0, T - 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_target_is_named_wherever_it_stands_and_the_next_call_is_good(kind, row):
+    hidden_TD, head_VD, targets_T, _, rule = problem(kind)
+    bad_T, good = targets_T.clone(), score(hidden_TD, head_VD, targets_T, rule, LOCAL, 512)
+    bad_T[row] = VALID
+    logits_TV, leaf_TD = linear_fp32(hidden_TD, head_VD), hidden_TD.clone().requires_grad_()
+    for call in (lambda: score(hidden_TD, head_VD, bad_T, rule, LOCAL, 512),
+                 lambda: score(leaf_TD, head_VD, bad_T, rule, LOCAL, 512),
+                 lambda: score_logits(logits_TV, bad_T, rule)):
+        with pytest.raises(CheckFailed, match=f"row {row}: target {VALID}"):
+            call()
+    assert all(map(same, score(hidden_TD, head_VD, targets_T, rule, LOCAL, 512), good))

@@ -189,6 +189,72 @@ def test_rows_beyond_the_segments_are_not_read_and_give_zeros(shape):
     assert not o[outside].any() and not lse[outside].any()
 
 
+@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 2, 64)], ids=str)
+def test_keys_and_values_may_lie_apart_in_different_ways(shape):
+    """As in the model: k from its norm, v in the fused projection."""
+    sequences = Sequences([700, 130], shape)
+    whole = sequences.varlen()
+    k, v = sequences.k, sequences.v
+    for sequences.k, sequences.v in ((k.contiguous(), v), (k, v.contiguous()),
+                                     (k, v.transpose(0, 1).contiguous().transpose(0, 1))):
+        for a, b in zip(sequences.varlen(), whole, strict=True):
+            assert same(a, b)
+
+
+def test_rows_that_lie_gibibytes_apart_give_the_bits_of_rows_beside_each_other():
+    sequences = Sequences([700], (8, 2, 128))
+    whole = sequences.varlen()
+    wide = torch.empty(700, 1 << 22, dtype=torch.bfloat16, device="cuda")  # 5.5 GiB
+    for name, column in (("k", 0), ("v", 1 << 20)):
+        x = wide[:, column:column + 256].view(700, 2, 128)
+        x.copy_(getattr(sequences, name))
+        setattr(sequences, name, x)
+    for a, b in zip(sequences.varlen(), whole, strict=True):
+        assert same(a, b)
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 2, 64)], ids=str)
+def test_what_lies_behind_few_keys_is_not_seen(shape):
+    """Fewer keys than a block, at the end of their memory or with NaN behind them."""
+    sequences = Sequences([40], shape)
+    whole = sequences.varlen()
+    for rows in (40, 300):
+        behind = torch.full((2, rows, *sequences.k.shape[1:]), float("nan"), dtype=torch.bfloat16, device="cuda")
+        behind[0, :40], behind[1, :40] = sequences.k, sequences.v
+        o, lse = attention.attention_varlen(sequences.q, *behind, sequences.whole_segments(), table([0]).cuda())
+        assert same(o, whole[0]) and same(lse, whole[1])
+
+
+def test_a_long_pack_repeats_its_bits_beside_other_work():
+    """Groups of warps that take turns must give the same sums in whatever turns."""
+    sequences = Sequences([5000, 64, 700], (8, 2, 128))
+    whole = sequences.varlen()
+    other, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for turn in range(40):
+        if turn % 4:
+            with torch.cuda.stream(other):
+                noise = (noise @ noise).clamp(-1, 1) if turn % 2 else noise.flip(0)
+        for a, b in zip(sequences.varlen(), whole, strict=True):
+            assert same(a, b), turn
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 2, 64)], ids=str)
+def test_a_captured_forward_pass_follows_its_inputs(shape):
+    sequences = Sequences([700, 3, 64], shape)
+    held = [torch.zeros_like(x) for x in (sequences.q, sequences.k, sequences.v)]
+    segments, starts = sequences.whole_segments(), table(sequences.starts).cuda()
+    attention.attention_varlen(*held, segments, starts)  # makes the plan
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.attention_varlen(*held, segments, starts)
+    for seed in range(3):
+        fresh = Sequences(sequences.lengths, shape, seed)
+        for mine, theirs in zip(held, (fresh.q, fresh.k, fresh.v), strict=True):
+            mine.copy_(theirs)
+        graph.replay()
+        assert all(map(same, out, fresh.varlen()))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_packs_give_the_bits_of_their_parts(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -217,7 +283,8 @@ def changed(monkeypatch):
     ("attention_prefill", dict(BLOCK_M=16, num_warps=1)), ("attention_prefill", dict(BLOCK_M=32, num_warps=2)),
     ("attention_prefill", dict(BLOCK_M=64, num_warps=4)), ("attention_prefill", dict(BLOCK_M=64, num_warps=8)),
     ("attention_prefill", dict(WHOLE=False)), ("attention_prefill", dict(WHOLE=True)),
-    ("attention_prefill", dict(num_stages=2)), ("attention_split", dict(num_warps=1)),
+    ("attention_prefill", dict(num_stages=2)), ("attention_hopper", dict(STAGES=3)),
+    ("attention_hopper", dict(STAGES=4)), ("attention_split", dict(num_warps=1)),
     ("attention_split", dict(num_warps=2)), ("attention_split", dict(num_warps=8)),
     ("attention_split", dict(BLOCK_M=64)), ("attention_merge", dict(num_warps=4, UNROLL=1)),
 ], ids=str)

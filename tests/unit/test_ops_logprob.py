@@ -289,6 +289,7 @@ def test_one_chunks_logits_exist_at_a_time_and_a_weight_gradient_takes_several_c
     def watched_logits(x_MK, w_NK):
         assert not [None for logits in made if logits() is not None]
         logits = linear_fp32_cpu(x_MK, w_NK)
+        assert logits.numel() <= 2 * head_VD.shape[0]
         made.append(weakref.ref(logits))
         return logits
 
@@ -298,7 +299,7 @@ def test_one_chunks_logits_exist_at_a_time_and_a_weight_gradient_takes_several_c
 
     with registry.override("linear_fp32", watched_logits), registry.override("gemm_dw", watched_gradient):
         score(hidden_TD, head_VD, result.tokens, rule, LOCAL, chunk_tokens=2)[0].sum().backward()
-    assert len(made) == (12 if rule.support is None else 6)
+    assert len(made) == (4 + 2 + 6 if rule.support is None else 6)  # parts of the vocabulary for 8 rows, for 3; chunks
     assert rows == [8, 2, 1]
 
 
@@ -314,6 +315,34 @@ def test_a_chunks_logits_stay_below_2_gib_on_one_rank(vocab, rows):
 
 
 # ---- errors and edges ----
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_nothing_is_scored_or_exchanged_after_a_bad_target(top_p):
+    """The check waits behind the first product; what relies on it waits as well."""
+    hidden_TD, head_VD = problem()
+    result, rule = draw(hidden_TD, head_VD, SamplingParams(temperature=0.7, top_p=top_p), 250)
+    targets_T = result.tokens.clone()
+    targets_T[-1] = 255  # is no id of the tokenizer, and so in no set
+
+    class Exchange(LocalCommunicator):
+        def all_reduce(self, *_):
+            raise AssertionError("exchanged")
+
+    def scored(*_):
+        raise AssertionError("scored")
+
+    with registry.override("support_score", scored), registry.override("merge_tiles", scored):
+        for call in (lambda: score(hidden_TD, head_VD, targets_T, rule, Exchange(), 2),
+                     lambda: score_logits(linear_fp32(hidden_TD, head_VD), targets_T, rule)):
+            with pytest.raises(CheckFailed, match="row 6: target 255"):
+                call()
+
+
+def test_another_number_of_targets_is_refused():
+    hidden_TD, head_VD = problem()
+    with pytest.raises(ValueError, match="0 rows of hidden states and 7 targets"):
+        score(hidden_TD[:0], head_VD, torch.full((7,), 999), ScoreRule(1.0, 256), LOCAL)
 
 
 def test_a_target_outside_its_retained_set_names_row_and_ids():
