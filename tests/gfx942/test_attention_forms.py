@@ -1,9 +1,16 @@
-"""Which attention kernel a call launches on either architecture, and what is copied before; nothing is executed."""
+"""Which attention kernel a call launches on either architecture, and what is copied before; nothing is executed. And
+what Hopper's own kernel became in machine code."""
+
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 
-from rlk.kernels import attention, attention_plan
+from rlk.build.triton_aot import compile_variant
+from rlk.kernels import attention, attention_hopper, attention_plan
 from rlk.kernels.attention_plan import decode_plan
 from tests.gfx942.test_launchers import stand_in
 
@@ -100,3 +107,23 @@ def test_a_plan_of_taller_tiles_is_refused(launched, monkeypatch):
     tall = attention_plan.plan(table(LONG), 200, GROUP, 16, 256, 2, 200, call.q.device)
     with pytest.raises(ValueError, match="a plan for tiles of 64 rows x 4 heads, expected at most .* keys in rows"):
         attention.attention_varlen(call.q, call.k, call.k, tall, table([0, 190]))
+
+
+@pytest.mark.parametrize("E", attention.HEAD_DIMS)
+def test_hoppers_kernel_keeps_its_sums_in_registers_and_lets_its_groups_multiply_asynchronously(E):
+    """A compiler that spills, or waits for each product, gives the same bits at half the speed."""
+    (variant,) = [v for v in attention.variants("sm_90") if v.kernel == "attention_hopper" and v.constants["E"] == E]
+    path = compile_variant(variant, "sm_90").path
+
+    def dumped(what):
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        return subprocess.run([tool, what, path], capture_output=True, text=True, check=True).stdout
+
+    assert re.search(r"REG:168 STACK:0 .* LOCAL:0 ", dumped("-res-usage"))
+    code = dumped("-sass")
+    registers = {int(n, 16) for n in re.findall(r"USETMAXREG\S* (?:UP0, )?(0x[0-9a-f]+)", code)}
+    assert {attention_hopper.COMPUTE_REGISTERS.value, attention_hopper.LOAD_REGISTERS.value} <= registers
+    # A group: q . k of the first block; in the loop q . k, P x ones and P V; P x ones and P V of the last block.
+    in_block = attention.ATTENTION_BLOCK // 16
+    assert code.count("HGMMA") == 2 * (2 * E // 16 + 4 * in_block)
+    assert code.count("WARPGROUP.DEPBAR") == 2 * 4  # the first products; q . k and the sums of a turn; the last sums
