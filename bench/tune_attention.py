@@ -31,7 +31,6 @@ from rlk.kernels.attention import Config
 
 COMPILERS = 8  # processes; each holds a context of the GPU for that time
 SHOWN = 6
-ROWS = ("BLOCK_M", "WHOLE", "num_warps", "num_stages")
 TILES = ("BLOCK_M", "BLOCK_N", "WHOLE", "num_warps", "num_stages")
 CANDIDATES: dict[str, tuple[str, tuple[str, ...], tuple[tuple, ...]]] = {
     "forward": ("attention_hopper", ("STAGES",), ((2,), (3,), (4,))),
