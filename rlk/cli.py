@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
@@ -10,10 +11,9 @@ from typing import Any
 
 import click
 
-from rlk.config import TYPES, RunConfig, flag, profile_names, resolve
+from rlk.config import INTERRUPTED, TYPES, RunConfig, flag, names_model, profile_names, resolve
 from rlk.errors import CheckFailed, UsageError
 
-INTERRUPTED = 130  # 128 + SIGINT
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -39,7 +39,8 @@ def run_options(command: Callable) -> Callable:
         command = _option(entry)(command)
     return click.option("--profile", default=os.environ.get("RLK_PROFILE", ""), metavar="NAME",
                         help=f"Start from these values: {', '.join(profile_names())}, or a .toml file. "
-                             "Default: the one that fits this machine.")(command)
+                             "Default: the one that fits this machine; on a CPU cpu-tiny, or none with --model."
+                        )(command)
 
 
 def _option(entry: Field) -> Callable:
@@ -94,10 +95,14 @@ def run(profile: str, **options: Any) -> int:
     if "RANK" in os.environ:
         from rlk.worker import run_rank
 
-        return run_rank(profile, _given(options))
+        try:
+            return run_rank(profile, _given(options))
+        except KeyboardInterrupt:  # before click hears of it, which would print an empty line
+            return _interrupted()
     from rlk.launcher import launch
 
-    config, _ = resolve(profile or _default_profile(), _given(options))
+    given = _given(options)
+    config, _ = resolve(profile or _default_profile(given), given)
     return launch(sys.argv[1:], config.nproc, config.device)
 
 
@@ -112,8 +117,9 @@ def plan(profile: str, **options: Any) -> int:
     from rlk.preflight import preflight
     from rlk.report.plan import config_table, memory_table, topology_table
 
-    name = profile or _default_profile()
-    config, sources = resolve(name, _given(options))
+    given = _given(options)
+    name = profile or _default_profile(given)
+    config, sources = resolve(name, given)
     click.echo(config_table(name, config, sources))
     checked = preflight(config, config.nproc, config.nproc)
     click.echo(topology_table(checked.topology))
@@ -167,10 +173,10 @@ def init_model(directory: str, seed: int, head_dim: int) -> int:
     return 0
 
 
-def _default_profile() -> str:
+def _default_profile(given: dict[str, Any]) -> str:
     from rlk.profiles import default_profile
 
-    return default_profile()
+    return default_profile(names_model(given, os.environ))
 
 
 def main() -> int:
@@ -182,9 +188,16 @@ def main() -> int:
     except (UsageError, CheckFailed) as error:
         return _fail(str(error), error.exit_status)
     except (click.Abort, KeyboardInterrupt):
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # every rank hears of it; one says so
-            return INTERRUPTED
-        return _fail("interrupted", INTERRUPTED)
+        return _interrupted()
+
+
+def _interrupted() -> int:
+    """The status of a command that Ctrl-C ended, and one line of it: our launcher speaks for its ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would end the interpreter on its way out
+    launched = "RANK" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    if launched or os.environ.get("LOCAL_RANK", "0") != "0":
+        return INTERRUPTED
+    return _fail("interrupted", INTERRUPTED)
 
 
 def _fail(message: str, status: int) -> int:

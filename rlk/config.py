@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "launch" if (ROOT / "launch").is_dir() else Path(__file__).resolve().parent / "launch"
 PROFILES = LAUNCH / "profiles"
 
+INTERRUPTED = 130  # exit status after SIGINT, as in a shell
+
 # Variables with the options' prefix that are none: the first chooses the profile, the second the kernels' build.
 OTHER_VARIABLES = ("RLK_PROFILE", "RLK_CPU_ISA")
 
@@ -129,7 +131,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            _check_range(entry, getattr(self, entry.name))
+            _check_range(entry, getattr(self, entry.name), flag(entry.name))
         samples = self.rollout_batch_size * self.samples_per_prompt
         if samples % self.global_batch_size:
             raise UsageError(
@@ -148,6 +150,7 @@ class RunConfig:
 
 
 TYPES: dict[str, type] = get_type_hints(RunConfig)
+FIELDS: dict[str, Field] = {entry.name: entry for entry in fields(RunConfig)}
 
 
 def flag(name: str) -> str:
@@ -180,6 +183,7 @@ def load_profile(name: str) -> dict[str, Any]:
         if key not in TYPES:
             raise UsageError(f"{path}: unknown key {key}{nearest(key, TYPES)}; `rlk run --help` lists the options")
         values[key] = _typed(key, value, f"{path}: {key}")
+        _check_range(FIELDS[key], values[key], f"{path}: {key}")
     return values
 
 
@@ -192,8 +196,9 @@ def load_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         name = variable.removeprefix("RLK_").lower()
         if name not in TYPES:
             known = [f"RLK_{known.upper()}" for known in TYPES]
-            raise UsageError(f"environment: unknown variable {variable}{nearest(variable, known)}; unset it")
+            raise UsageError(f"environment: unknown variable {variable}{nearest(variable, known)}; rename or unset it")
         values[name] = _parsed(name, text, variable)
+        _check_range(FIELDS[name], values[name], variable)
     return values
 
 
@@ -211,6 +216,11 @@ def resolve(profile: str, command_line: Mapping[str, Any], environ: Mapping[str,
         values.update(layer)
         sources.update(dict.fromkeys(layer, source))
     return replace(RunConfig(), **values), sources
+
+
+def names_model(command_line: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Is the model the user's own, and not a profile's?"""
+    return "model" in command_line or "RLK_MODEL" in environ
 
 
 def _typed(name: str, value: Any, where: str) -> Any:
@@ -238,17 +248,18 @@ def _describe(wanted: type) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[wanted]
 
 
-def _check_range(entry: Field, value: Any) -> None:
+def _check_range(entry: Field, value: Any, where: str) -> None:
+    """Raise UsageError unless `value`, which `where` gives, is a good one."""
     meta = entry.metadata
     if meta["choices"] and value not in meta["choices"]:
         names = [name for name in meta["choices"] if name]
-        raise UsageError(f"{flag(entry.name)} is {value!r}{nearest(value, names)}, expected one of {', '.join(names)}")
+        raise UsageError(f"{where} is {value!r}{nearest(value, names)}, expected one of {', '.join(names)}")
     bounds = [(words, holds, bound) for words, holds, bound in (
         ("at least", operator.ge, meta["least"]), ("above", operator.gt, meta["above"]),
         ("at most", operator.le, meta["most"]), ("below", operator.lt, meta["below"])) if bound is not None]
     if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{flag(entry.name)} is {value}, expected a finite number")
+        raise UsageError(f"{where} is {value}, expected a finite number")
     # Not `value < bound`: a NaN has to fail too.
     if not all(holds(value, bound) for _, holds, bound in bounds):
         wanted = " and ".join(f"{words} {bound}" for words, _, bound in bounds)
-        raise UsageError(f"{flag(entry.name)} is {value}, expected {wanted}")
+        raise UsageError(f"{where} is {value}, expected {wanted}")

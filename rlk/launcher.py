@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from rlk.config import LAUNCH, ROOT
+from rlk.config import INTERRUPTED, LAUNCH, ROOT
 from rlk.doctor import check_rendezvous, slurm_nodes
 
 RANK_COMMAND = [sys.executable, "-m", "rlk.cli"]
@@ -48,16 +48,20 @@ def launch(arguments: Sequence[str], ranks_here: int, device: str) -> int:
             if process.poll() is None:
                 process.send_signal(number)
 
+    interrupted = threading.Event()
+
     def interrupt(number: int, _frame: object) -> None:
+        interrupted.set()
         # The terminal sends Ctrl-C to the ranks itself; one that was sent to us alone is passed on.
         passing_on = threading.Timer(INTERRUPT_SECONDS, forward, (number, None))
         passing_on.daemon = True
         passing_on.start()
 
-    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-                signal.SIGINT: signal.signal(signal.SIGINT, interrupt)}
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward)}
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as for a shell's job in the background; so do the ranks
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
-        return supervise(ranks, first_rank)
+        return supervise(ranks, first_rank, interrupted)
     finally:
         for process in ranks:
             if process.poll() is None:
@@ -72,18 +76,23 @@ def _end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def supervise(ranks: Sequence[subprocess.Popen], first_rank: int = 0) -> int:
-    """Wait for all processes, or for GRACE_SECONDS after the first failure; returns its status, or 0."""
+def supervise(ranks: Sequence[subprocess.Popen], first_rank: int, interrupted: threading.Event) -> int:
+    """Wait for all processes, or for GRACE_SECONDS after the first failure; returns its status, or 0.
+
+    Speaks for a rank that a signal ended. `interrupted`: SIGINT came to us.
+    """
     status, deadline = 0, float("inf")
     while time.monotonic() < deadline:
         codes = [process.poll() for process in ranks]
         failed = [i for i, code in enumerate(codes) if code]
         if failed and not status:
             status, deadline = codes[failed[0]], time.monotonic() + GRACE_SECONDS
-            if status < 0:
-                status = 128 - status
-                name = signal.Signals(status - 128).name
-                print(f"error: rank {first_rank + failed[0]} was ended by {name}; stopping the others",
+            killed, rank = status < 0, first_rank + failed[0]
+            status = 128 - status if killed else status
+            if status == INTERRUPTED and interrupted.is_set():
+                print("error: interrupted", file=sys.stderr, flush=True)
+            elif killed or status == INTERRUPTED:
+                print(f"error: rank {rank} was ended by {signal.Signals(status - 128).name}; stopping the others",
                       file=sys.stderr, flush=True)
         if None not in codes:
             break

@@ -23,18 +23,6 @@ from rlk.topology import PATIENCE_S, Topology
 
 GIB = 1 << 30
 PROCESS_BYTES = GIB // 2  # Python, torch and the kernels, resident in each rank (measured: 0.4 GiB on a CPU)
-REMEDIES = {  # of each item, what makes it smaller
-    "process": "use fewer ranks on this node",
-    "weights": "raise --tp",
-    "gradients (fp32)": "raise --tp",
-    "optimizer (fp32 master, two moments)": "raise --tp or --nproc",
-    "reference model": "raise --tp, or set --kl-coef 0",
-    "engine's own weights": "raise --rollout-tp, or make it equal to --tp",
-    "activations": "lower --max-tokens-per-gpu or --prefill-chunk, or raise --tp",
-    "collectives": "use fewer ranks in a group",
-    "logits": "lower --max-tokens-per-gpu or --max-running",
-    "KV pages": "lower --memory-fraction or --max-running",
-}
 
 
 @dataclass(frozen=True)
@@ -42,6 +30,7 @@ class MemoryPlan:
     """Bytes that one rank needs, by item, and what it has."""
 
     items: dict[str, int]
+    remedies: dict[str, str]  # of each item, what makes it smaller
     available: int
     kv_pages: int  # pages of the KV cache: all that the run can use, or as many as memory_fraction allows
 
@@ -56,7 +45,7 @@ class MemoryPlan:
             largest = max(self.items, key=self.items.__getitem__)
             raise UsageError(
                 f"does not fit in memory: {parts} = {gib(self.total)} on each rank, but {gib(self.available)} is "
-                f"available; most goes to {largest}: {REMEDIES[largest]}")
+                f"available; most goes to {largest}: {self.remedies[largest]}")
 
 
 def gib(size: int) -> str:
@@ -86,11 +75,12 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
     sequences = -(-config.rollout_batch_size // topology.engines) * config.samples_per_prompt
     running = min(sequences, config.max_running)
     prefilled = min(config.prefill_chunk, running * longest)
-    items["activations"] = max(activation_bytes(config, model, topology, tokens, width),
-                               layer_bytes(model, config.engine_tp, prefilled + running, width))
+    trained = activation_bytes(config, model, topology, tokens, width)
+    items["activations"] = max(trained, layer_bytes(model, config.engine_tp, prefilled + running, width))
     if config.device == "cuda" and config.mode == "consistency":
         items["collectives"] = sum(segment_bytes(SIZES, world) for world in _ipc_groups(config, topology))
-    rows = max(min(tokens, CHUNK_TOKENS), running)
+    scored = min(tokens, CHUNK_TOKENS)
+    rows = max(scored, running)
     items["logits"] = 4 * rows * 4 * model.padded_vocab  # fp32; the whole row is sorted in sampling, with its indices
 
     kv_heads = model.num_kv_heads // config.engine_tp
@@ -105,7 +95,27 @@ def plan_memory(config: RunConfig, model: ModelConfig, topology: Topology, longe
             "--rollout-tp, or lower --max-response-len")
     pages = min(wanted, allowed)
     items["KV pages"] = pages * page_bytes
-    return MemoryPlan(items, available, pages)
+    remedies = _remedies(config, items["activations"] > trained, running > scored, scored)
+    return MemoryPlan(items, remedies, available, pages)
+
+
+def _remedies(config: RunConfig, prefill_leads: bool, sampling_leads: bool, scored: int) -> dict[str, str]:
+    """Of each item, what makes it smaller."""
+    gpu = config.device == "cuda"
+    fewer_weights = "raise --tp" if gpu else "take a smaller model or a larger host, whose memory all ranks share"
+    less_training = "lower --max-tokens-per-gpu" + ("" if config.recompute else ", or give --recompute")
+    return {
+        "process": "use fewer ranks on this node",
+        "weights": fewer_weights,
+        "gradients (fp32)": fewer_weights,
+        "optimizer (fp32 master, two moments)": "raise --tp or --nproc" if gpu else fewer_weights,
+        "reference model": "set --kl-coef 0",
+        "engine's own weights": "make --rollout-tp equal to --tp",
+        "activations": "lower --prefill-chunk" if prefill_leads else less_training,
+        "collectives": "use fewer ranks in a group",
+        "logits": "lower --max-running" if sampling_leads else f"lower --max-tokens-per-gpu below {scored}",
+        "KV pages": "lower --memory-fraction",
+    }
 
 
 def _ipc_groups(config: RunConfig, topology: Topology) -> list[int]:

@@ -201,5 +201,6 @@ def check_disk(config: RunConfig, model: ModelConfig) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if needed > free:
+        remedy = "lower --steps" if tokens * EVIDENCE_BYTES_PER_TOKEN > free else "give --no-save-model"
         raise UsageError(f"disk too small: up to {needed >> 20:,} MiB will be written below {folder}, where "
-                         f"{free >> 20:,} MiB is free; choose another --run-dir, or give --no-save-model")
+                         f"{free >> 20:,} MiB is free; choose another --run-dir, or {remedy}")

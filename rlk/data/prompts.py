@@ -41,7 +41,7 @@ def load_prompts(path: str | Path, tokenizer: Tokenizer, prompt_key: str = "prom
     examples = [_example(text, f"{path} line {number}", tokenizer, prompt_key, answer_key, longest)
                 for number, text in enumerate(lines, start=1) if text.strip()]
     if not examples:
-        raise UsageError(f"{path} has no prompts ({len(lines)} lines, all empty): expected one JSON object a line")
+        raise UsageError(f"{path} has no prompts: every line is empty; expected one JSON object a line")
     return examples
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -87,11 +88,12 @@ def test_torchrun_without_a_command_runs_the_profile_that_fits(tiny, tmp_path):
     assert "PASS" in done.stdout and (tmp_path / "run" / "COMPLETE").exists()
 
 
-def test_a_killed_rank_takes_the_others_down_and_nothing_is_called_complete(tiny, tmp_path):
-    run_dir = tmp_path / "run"
+@contextlib.contextmanager
+def training(tiny, run_dir):
+    """(launcher, process ids of its two ranks) of a long run, once it trains; in a session of its own."""
     arguments = run_options(tiny, run_dir, steps=10_000)
     launcher = subprocess.Popen([sys.executable, str(ROOT / "bin" / "rlk"), *arguments], stdout=subprocess.DEVNULL,
-                                stderr=subprocess.PIPE, text=True)
+                                stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         deadline = time.monotonic() + 100
         while not (run_dir / "metrics.jsonl").exists() or not metrics(run_dir):
@@ -101,15 +103,29 @@ def test_a_killed_rank_takes_the_others_down_and_nothing_is_called_complete(tiny
                                   text=True)
         ranks = [int(line.split()[0]) for line in children.stdout.splitlines() if "rlk.cli" in line]
         assert len(ranks) == 2
+        yield launcher, ranks
+        assert not any(os.path.exists(f"/proc/{pid}/exe") for pid in ranks)
+    finally:
+        launcher.kill()
+    assert not (run_dir / "COMPLETE").exists()
+
+
+def test_a_killed_rank_takes_the_others_down_and_nothing_is_called_complete(tiny, tmp_path):
+    with training(tiny, tmp_path / "run") as (launcher, ranks):
         os.kill(ranks[1], signal.SIGKILL)
         killed = time.monotonic()
         assert launcher.wait(timeout=30) == 128 + signal.SIGKILL
         assert time.monotonic() - killed < 30
-        assert not any(os.path.exists(f"/proc/{pid}/exe") for pid in ranks)
-    finally:
-        launcher.kill()
     assert "rank 1" in launcher.stderr.read()
-    assert not (run_dir / "COMPLETE").exists()
+
+
+@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["Ctrl-C", "to the launcher alone"])
+def test_an_interrupted_run_ends_with_one_line_and_130(send, tiny, tmp_path):
+    with training(tiny, tmp_path / "run") as (launcher, _):
+        send(launcher.pid, signal.SIGINT)
+        assert launcher.wait(timeout=30) == 128 + signal.SIGINT
+    said = [line for line in launcher.stderr.read().splitlines() if "error" in line.lower() or "Traceback" in line]
+    assert said == ["error: interrupted"]
 
 
 def test_input_that_fails_on_rank_0_after_the_start_is_one_line_and_exit_2(tiny, tmp_path):

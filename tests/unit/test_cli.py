@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -90,18 +91,52 @@ def test_wrong_usage_is_one_line_and_2(call, arguments, message):
 def test_a_wrong_environment_variable_is_one_line_and_2(call, monkeypatch):
     monkeypatch.setenv("RLK_TOPP", "0.9")
     status, _, err = call("plan")
-    assert (status, err) == (2, "error: environment: unknown variable RLK_TOPP (did you mean RLK_TOP_P?); unset it\n")
+    assert (status, err) == (2, "error: environment: unknown variable RLK_TOPP (did you mean RLK_TOP_P?); rename or "
+                                "unset it\n")
 
 
-@pytest.mark.parametrize("local_rank, said", [(None, "error: interrupted\n"), ("0", "error: interrupted\n"), ("1", "")])
-def test_an_interrupt_is_130_and_said_once_a_host(call, monkeypatch, local_rank, said):
+def test_a_bad_value_is_named_where_it_was_given(call, monkeypatch, tmp_path):
+    profile = tmp_path / "own.toml"
+    profile.write_text("top_p = 3.0\n")
+    bounds = "expected above 0 and at most 1\n"
+    assert call("plan", "--profile", str(profile))[2] == f"error: {profile}: top_p is 3.0, {bounds}"
+    monkeypatch.setenv("RLK_TOP_P", "2")
+    assert call("plan")[2] == f"error: RLK_TOP_P is 2.0, {bounds}"
+    monkeypatch.delenv("RLK_TOP_P")
+    assert call("plan", "--top-p", "4")[2] == f"error: --top-p is 4.0, {bounds}"
+
+
+def test_a_model_of_ones_own_is_not_trained_with_the_demos_values(call, checkpoint, monkeypatch):
+    status, out, _ = call("plan", "--model", str(checkpoint / "model"), "--prompts", str(checkpoint / "prompts.jsonl"),
+                          "--max-response-len", "8")
+    assert status == 0 and out.startswith("profile none\n")
+    assert "profile cpu-tiny" not in out
+    monkeypatch.setenv("RLK_MODEL", str(checkpoint / "model"))
+    assert call("plan", "--max-response-len", "8")[1].startswith("profile none\n")
+
+
+@pytest.mark.parametrize("places, said", [
+    ({}, "error: interrupted\n"),
+    ({"RANK": "0", "LOCAL_RANK": "0"}, ""),  # the launcher says it
+    ({"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, "error: interrupted\n"),
+    ({"RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, ""),
+])
+def test_an_interrupt_is_130_and_said_once_a_host(call, monkeypatch, places, said):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "rlk", interrupted)
-    if local_rank:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert call("run") == (130, "", said)
+    monkeypatch.setattr(worker, "run_rank" if places else "propose", interrupted)
+    if not places:
+        monkeypatch.setattr(cli, "resolve", interrupted)
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    previous = signal.getsignal(signal.SIGINT)
+    try:
+        status, out, err = call("run")
+        assert (status, out, err.lstrip("\n")) == (130, "", said)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a second one must not end the interpreter
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_plan_shows_values_sources_places_and_memory(call, checkpoint, monkeypatch):
@@ -264,7 +299,7 @@ def test_ranks_with_different_options_stop_with_both_values(checkpoint):
 
 
 def test_torchrun_sets_the_number_of_ranks_and_an_unnamed_profile_fits_them(monkeypatch):
-    monkeypatch.setattr(worker, "default_profile", lambda: "cpu-tiny")
+    monkeypatch.setattr(worker, "default_profile", lambda own_model: "cpu-tiny")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     alone = propose("", {}, 1)
     assert (alone["config"]["nproc"], alone["config"]["tp"]) == (1, 1)

@@ -77,7 +77,7 @@ def test_sigterm_reaches_every_rank_and_their_status_is_ours(ranks):
     assert launch(["term", str(ranks)], 2, "cpu") == 143
 
 
-def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(ranks, monkeypatch):
+def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(ranks, monkeypatch, capsys):
     """Ctrl-C reaches them by itself; `kill -INT` of the launcher does not."""
     monkeypatch.setattr(launcher, "INTERRUPT_SECONDS", 0.1)
 
@@ -88,6 +88,25 @@ def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(ranks, monkeypatch
 
     threading.Thread(target=send_when_started, daemon=True).start()
     assert launch(["interrupted", str(ranks)], 2, "cpu") == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_an_interrupted_rank_is_named(ranks, capsys):
+    assert launch(["130", str(ranks)], 2, "cpu") == 130
+    assert capsys.readouterr().err == "error: rank 1 was ended by SIGINT; stopping the others\n"
+
+
+def test_an_ignored_interrupt_stays_ignored(ranks, monkeypatch):
+    """A shell starts its background jobs so, and the ranks inherit it: passing it on would end nothing."""
+    handlers, watch = [], launcher.supervise
+    monkeypatch.setattr(launcher, "supervise", lambda *given: (handlers.append(signal.getsignal(signal.SIGINT)),
+                                                               watch(*given))[1])
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert launch(["ok", str(ranks)], 2, "cpu") == 0
+        assert handlers == [signal.SIG_IGN] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_what_a_rank_inherits():

@@ -13,7 +13,6 @@ from rlk.model.config import ModelConfig
 from rlk.model.qwen3 import Qwen3
 from rlk.plan import (
     GIB,
-    REMEDIES,
     activation_bytes,
     available_memory,
     layer_bytes,
@@ -56,18 +55,33 @@ def test_what_does_not_fit_is_refused_with_the_sum_item_by_item():
     assert f"= {memory.total / GIB:.2f} GiB on each rank, but 24.00 GiB is available" in text and "\n" not in text
 
 
-@pytest.mark.parametrize("options, largest", [
-    (dict(tp=1), "optimizer (fp32 master, two moments)"),
-    (dict(tp=1, max_tokens_per_gpu=1 << 20), "activations"),
-    (dict(tp=1, max_response_len=40000, memory_fraction=1.0, max_running=1 << 20, rollout_batch_size=1 << 8),
-     "KV pages"),
+@pytest.mark.parametrize("options, largest, advice, followed", [
+    (dict(device="cuda"), "optimizer (fp32 master, two moments)", "raise --tp or --nproc", dict(tp=2)),
+    (dict(max_tokens_per_gpu=1 << 20), "activations", "lower --max-tokens-per-gpu", dict(max_tokens_per_gpu=1 << 18)),
+    (dict(max_tokens_per_gpu=1 << 16, recompute=False), "activations", "or give --recompute", dict(recompute=True)),
+    (dict(prefill_chunk=1 << 20, max_response_len=30000, rollout_batch_size=8), "activations", "lower --prefill-chunk",
+     dict(prefill_chunk=1 << 18)),
+    (dict(max_running=1 << 16, rollout_batch_size=1 << 13), "logits", "lower --max-running", dict(max_running=64)),
+    (dict(max_response_len=40000, memory_fraction=1.0, rollout_batch_size=1 << 8), "KV pages",
+     "lower --memory-fraction", dict(memory_fraction=0.5)),
 ])
-def test_what_to_do_is_said_of_the_largest_item(options, largest):
+def test_what_to_do_is_said_of_the_largest_item_and_makes_it_smaller(options, largest, advice, followed):
     memory = plan(RunConfig(**options), QWEN3_8B, available=100 * GIB)
-    with pytest.raises(UsageError, match=re.escape(f"most goes to {largest}: {REMEDIES[largest]}")):
+    with pytest.raises(UsageError, match=re.escape(f"most goes to {largest}: ") + ".*" + re.escape(advice)):
         memory.check()
+    other = RunConfig(**options | followed)
+    assert plan(other, QWEN3_8B, other.tp, 100 * GIB).items[largest] < memory.items[largest]
+
+
+def test_every_item_has_a_remedy():
     everything = plan(RunConfig(kl_coef=0.1, tp=2, rollout_tp=1, device="cuda"), world=2)
-    assert everything.items.keys() == REMEDIES.keys()
+    assert everything.items.keys() == everything.remedies.keys()
+
+
+def test_ranks_of_a_cpu_host_are_no_remedy():
+    memory = plan(RunConfig(), QWEN3_8B, available=24 * GIB)
+    with pytest.raises(UsageError, match="smaller model or a larger host"):
+        memory.check()
 
 
 @pytest.mark.parametrize("profile, gpu_bytes", [("mi300x-qwen3-8b", 191 * GIB), ("h200-qwen3-8b", 139 * GIB)])
