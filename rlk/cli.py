@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from rlk.config import INTERRUPTED, TYPES, RunConfig, flag, names_model, profile_names, resolve
+from rlk.config import INTERRUPTED, TYPES, RunConfig, flag, profile_names, resolve
 from rlk.errors import CheckFailed, UsageError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -39,8 +39,7 @@ def run_options(command: Callable) -> Callable:
         command = _option(entry)(command)
     return click.option("--profile", default=os.environ.get("RLK_PROFILE", ""), metavar="NAME",
                         help=f"Start from these values: {', '.join(profile_names())}, or a .toml file. "
-                             "Default: the one that fits this machine; on a CPU cpu-tiny, or none with --model."
-                        )(command)
+                             "Default: the one that fits this machine.")(command)
 
 
 def _option(entry: Field) -> Callable:
@@ -101,8 +100,7 @@ def run(profile: str, **options: Any) -> int:
             return _interrupted()
     from rlk.launcher import launch
 
-    given = _given(options)
-    config, _ = resolve(profile or _default_profile(given), given)
+    config, _ = resolve(profile or _default_profile(), _given(options))
     return launch(sys.argv[1:], config.nproc, config.device)
 
 
@@ -117,9 +115,8 @@ def plan(profile: str, **options: Any) -> int:
     from rlk.preflight import preflight
     from rlk.report.plan import config_table, memory_table, topology_table
 
-    given = _given(options)
-    name = profile or _default_profile(given)
-    config, sources = resolve(name, given)
+    name = profile or _default_profile()
+    config, sources = resolve(name, _given(options))
     click.echo(config_table(name, config, sources))
     checked = preflight(config, config.nproc, config.nproc)
     click.echo(topology_table(checked.topology))
@@ -173,10 +170,10 @@ def init_model(directory: str, seed: int, head_dim: int) -> int:
     return 0
 
 
-def _default_profile(given: dict[str, Any]) -> str:
+def _default_profile() -> str:
     from rlk.profiles import default_profile
 
-    return default_profile(names_model(given, os.environ))
+    return default_profile()
 
 
 def main() -> int:

@@ -218,11 +218,6 @@ def resolve(profile: str, command_line: Mapping[str, Any], environ: Mapping[str,
     return replace(RunConfig(), **values), sources
 
 
-def names_model(command_line: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """Is the model the user's own, and not a profile's?"""
-    return "model" in command_line or "RLK_MODEL" in environ
-
-
 def _typed(name: str, value: Any, where: str) -> Any:
     """A TOML value as its field's type; an integer may stand for a float, nothing else is converted."""
     wanted = TYPES[name]

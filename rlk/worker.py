@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlk.config import RunConfig, names_model, resolve
+from rlk.config import RunConfig, resolve
 from rlk.doctor import check_rendezvous
 from rlk.errors import CheckFailed, UsageError
 from rlk.launcher import load_env_file
@@ -64,7 +64,7 @@ def run_rank(profile: str, command_line: Mapping[str, Any]) -> int:
 def propose(profile: str, command_line: Mapping[str, Any], world: int) -> dict[str, Any]:
     """This rank's reading of the options: {profile, config, sources}, or {error}."""
     try:
-        name = profile or default_profile(names_model(command_line, os.environ))
+        name = profile or default_profile()
         config, sources = resolve(name, command_line)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         if config.nproc != here:
@@ -104,7 +104,7 @@ def decide(proposals: list[dict[str, Any]]) -> dict[str, Any]:
                                  "every node the same options, profile and RLK_* variables")
     config, sources = RunConfig(**first["config"]), first["sources"]
     if not config.run_dir:
-        name = time.strftime("%Y%m%d-%H%M%S-") + (Path(first["profile"]).stem or "own")
+        name = time.strftime("%Y%m%d-%H%M%S-") + Path(first["profile"]).stem
         config, sources = replace(config, run_dir=f"runs/{name}"), sources | {"run_dir": "date, time, profile"}
     check_layout(config, len(proposals), config.nproc)
     create_demo_input(config)

@@ -18,7 +18,7 @@ def config_table(profile: str, config: RunConfig, sources: dict[str, str]) -> st
         if entry.metadata["section"]:
             rows += [("", "", ""), (f"# {entry.metadata['section']}", "", "")]
         rows.append((flag(entry.name), _shown(getattr(config, entry.name)), sources[entry.name]))
-    return f"profile {profile or 'none'}\n\n" + format_table(rows, ("option", "value", "source"))
+    return f"profile {profile}\n\n" + format_table(rows, ("option", "value", "source"))
 
 
 def _shown(value: Any) -> str:

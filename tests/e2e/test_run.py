@@ -88,12 +88,17 @@ def test_torchrun_without_a_command_runs_the_profile_that_fits(tiny, tmp_path):
     assert "PASS" in done.stdout and (tmp_path / "run" / "COMPLETE").exists()
 
 
+def heed_interrupts():
+    """In a child: as from a terminal, though tests in the background inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def training(tiny, run_dir):
     """(launcher, process ids of its two ranks) of a long run, once it trains; in a session of its own."""
     arguments = run_options(tiny, run_dir, steps=10_000)
     launcher = subprocess.Popen([sys.executable, str(ROOT / "bin" / "rlk"), *arguments], stdout=subprocess.DEVNULL,
-                                stderr=subprocess.PIPE, text=True, start_new_session=True)
+                                stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_interrupts)
     try:
         deadline = time.monotonic() + 100
         while not (run_dir / "metrics.jsonl").exists() or not metrics(run_dir):

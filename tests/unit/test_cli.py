@@ -106,15 +106,6 @@ def test_a_bad_value_is_named_where_it_was_given(call, monkeypatch, tmp_path):
     assert call("plan", "--top-p", "4")[2] == f"error: --top-p is 4.0, {bounds}"
 
 
-def test_a_model_of_ones_own_is_not_trained_with_the_demos_values(call, checkpoint, monkeypatch):
-    status, out, _ = call("plan", "--model", str(checkpoint / "model"), "--prompts", str(checkpoint / "prompts.jsonl"),
-                          "--max-response-len", "8")
-    assert status == 0 and out.startswith("profile none\n")
-    assert "profile cpu-tiny" not in out
-    monkeypatch.setenv("RLK_MODEL", str(checkpoint / "model"))
-    assert call("plan", "--max-response-len", "8")[1].startswith("profile none\n")
-
-
 @pytest.mark.parametrize("places, said", [
     ({}, "error: interrupted\n"),
     ({"RANK": "0", "LOCAL_RANK": "0"}, ""),  # the launcher says it
@@ -299,7 +290,7 @@ def test_ranks_with_different_options_stop_with_both_values(checkpoint):
 
 
 def test_torchrun_sets_the_number_of_ranks_and_an_unnamed_profile_fits_them(monkeypatch):
-    monkeypatch.setattr(worker, "default_profile", lambda own_model: "cpu-tiny")
+    monkeypatch.setattr(worker, "default_profile", lambda: "cpu-tiny")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     alone = propose("", {}, 1)
     assert (alone["config"]["nproc"], alone["config"]["tp"]) == (1, 1)

@@ -80,6 +80,7 @@ def test_sigterm_reaches_every_rank_and_their_status_is_ours(ranks):
 def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(ranks, monkeypatch, capsys):
     """Ctrl-C reaches them by itself; `kill -INT` of the launcher does not."""
     monkeypatch.setattr(launcher, "INTERRUPT_SECONDS", 0.1)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # also where these tests run in the background
 
     def send_when_started():
         while len(names(ranks)) < 2:
@@ -87,7 +88,10 @@ def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(ranks, monkeypatch
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=send_when_started, daemon=True).start()
-    assert launch(["interrupted", str(ranks)], 2, "cpu") == 130
+    try:
+        assert launch(["interrupted", str(ranks)], 2, "cpu") == 130
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
