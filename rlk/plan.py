@@ -145,8 +145,10 @@ def activation_bytes(config: RunConfig, model: ModelConfig, topology: Topology, 
 
 
 def layer_bytes(model: ModelConfig, tp: int, tokens: int, width: int) -> int:
-    """What one layer makes of so many tokens on one of `tp` ranks: its norms' inputs and outputs, qkv, heads, attention
-    output, gate-up and SwiGLU, and two FP32 partial sums."""
+    """Bytes that one layer makes of so many tokens on one of `tp` ranks, `width` bytes an activation.
+
+    Its norms' inputs and outputs, qkv, heads, attention output, gate-up and SwiGLU, and two FP32 partial sums.
+    """
     D, F, E = model.hidden_size, model.intermediate_size // tp, model.head_dim
     H, G = model.num_heads // tp, model.num_kv_heads // tp
     return tokens * (width * (4 * D + 2 * (H + 2 * G) * E + H * E + 3 * F) + 4 * 2 * D)

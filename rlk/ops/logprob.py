@@ -207,7 +207,7 @@ def _pick_sets(hidden_TD, head_VD, picks: _Picks, first_id: int, chunk: int) -> 
 
 def _read_vocabulary(hidden_TD, head_VD, picks: _Picks, rule: ScoreRule, first_id: int, world: int,
                      chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The targets' logits, FP32 [T], +0 where another rank owns them, and the states of this rank's tiles.
+    """The targets' logits, FP32 [T], +0 where another rank owns them; this rank's tiles' states, FP32 [T, tiles, 3].
 
     As many logits at a time as `chunk` rows of the whole vocabulary have, but of more rows and less of the vocabulary,
     in whole tiles: a product with few rows reads the weights for little work.

@@ -179,6 +179,7 @@ def test_bad_input_is_refused_before_anything_is_written(checkpoint, tmp_path):
         (lambda: None, dict(reward="mth"), "--reward is 'mth'"),
         (lambda: None, dict(answer_key="label"), "line 1 has no column 'label'"),
         (lambda: None, dict(steps=10**9), "disk too small"),
+        (lambda: None, dict(steps=10**9), "choose another --run-dir, or lower --steps"),
         (lambda: prompts.write_text("{\n"), {}, "line 1 is not valid JSON"),
         (lambda: edit("config.json", model_type="llama"), {}, "only dense Qwen3 models are served"),
         (lambda: edit("config.json", hidden_size=16384, num_hidden_layers=80, vocab_size=151936), {},
